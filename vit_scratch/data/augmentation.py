@@ -1,0 +1,139 @@
+"""Augmentation: of single images by torchvision, of whole batches on the device.
+
+A batch is augmented per sample: each image draws its own shift, flip and rectangle. All draws come from torch's CPU
+generator inside `seeded`, so that they are a function of the seed, whatever the device and the number of workers.
+Shapes: B batch, C channels.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+POLICIES = ("none", "randaugment", "trivialaugment")
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's CPU generator inside the block; afterwards it is as it was before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def sample_transform(
+    size: tuple[int, int], *, min_crop_area: float = 1.0, policy: str = "none", magnitude: int = 9
+) -> Callable[[Tensor], Tensor] | None:
+    """What is done to one image of bytes (C, height, width), by torchvision; None where that is nothing.
+
+    Args:
+        size: (height, width) of the result.
+        min_crop_area: smallest share of the image that a random resized crop keeps; 1 for no such crop.
+        policy: "none", "randaugment" (two operations, "RandAugment") or "trivialaugment" (one, "TrivialAugment").
+        magnitude: strength of RandAugment's operations, from 0 to 30.
+    """
+    steps: list[torch.nn.Module] = []
+    if min_crop_area < 1:
+        steps.append(v2.RandomResizedCrop(size, scale=(min_crop_area, 1.0), antialias=True))
+    if policy == "randaugment":
+        steps.append(v2.RandAugment(num_ops=2, magnitude=magnitude))
+    elif policy == "trivialaugment":
+        steps.append(v2.TrivialAugmentWide())
+    return v2.Compose(steps) if steps else None
+
+
+class BatchTransform:
+    """Bytes (B, C, height, width) to what the network takes, augmented where asked.
+
+    In this order: shift, flip, normalisation, erasing, MixUp or CutMix.
+
+    Args:
+        mean, std: per channel, of pixels from 0 to 1.
+        shift: move each image by up to so many pixels each way; what comes in from outside is a reflection.
+        flip: mirror half of the images, left to right.
+        erase: probability of erasing a rectangle of an image ("Random Erasing Data Augmentation"), filled with the mean.
+        mixup, cutmix: parameter of the Beta distribution of "mixup" and "CutMix", 0 for none; with both, each batch
+            takes one of the two.
+        num_classes: for MixUp and CutMix, whose labels are probabilities (B, classes).
+    """
+
+    def __init__(
+        self,
+        mean: list[float],
+        std: list[float],
+        *,
+        shift: int = 0,
+        flip: bool = False,
+        erase: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        num_classes: int = 0,
+    ):
+        self.mean = torch.tensor(mean).view(-1, 1, 1) * 255
+        self.std = torch.tensor(std).view(-1, 1, 1) * 255
+        self.shift, self.flip, self.erase = shift, flip, erase
+        mixes = [
+            kind(alpha=alpha, num_classes=num_classes)
+            for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix))
+            if alpha > 0
+        ]
+        self.mix = v2.RandomChoice(mixes) if mixes else None
+
+    def __call__(self, images: Tensor, labels: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Bytes (B, C, height, width) and labels (B,) -> floats of the same shape and labels (B,) or (B, classes)."""
+        with seeded(seed):
+            if self.shift or self.flip:
+                images = shift_and_flip(images, self.shift, self.flip)
+            x = (images.float() - self.mean.to(images.device)) / self.std.to(images.device)
+            if self.erase:
+                x = erase(x, self.erase)
+            if self.mix is not None:
+                x, labels = self.mix(x, labels)
+        return x, labels
+
+
+def shift_and_flip(images: Tensor, shift: int, flip: bool) -> Tensor:
+    """Move and mirror each image of a batch (B, C, height, width) by its own draw, in one gather.
+
+    Args:
+        shift: at most so many pixels in each direction; outside of the image lies its reflection.
+        flip: mirror each image left to right with probability one half.
+    """
+    batch, channels, height, width = images.shape
+    rows = torch.arange(height) + torch.randint(-shift, shift + 1, (batch, 1))  # (B, height)
+    columns = torch.arange(width) + torch.randint(-shift, shift + 1, (batch, 1))  # (B, width)
+    if flip:
+        columns = torch.where(torch.rand(batch, 1) < 0.5, columns.flip(1), columns)
+    rows, columns = (_reflect(rows, height), _reflect(columns, width))
+    index = (rows[:, :, None] * width + columns[:, None, :]).to(images.device, non_blocking=True)  # (B, height, width)
+    flat = index.view(batch, 1, -1).expand(-1, channels, -1)  # (B, C, height * width)
+    return images.flatten(2).gather(2, flat).view_as(images)
+
+
+def _reflect(index: Tensor, length: int) -> Tensor:
+    """Indices beyond 0..length - 1, mirrored at the first and the last."""
+    last = length - 1
+    return last - (last - index.abs()).abs()
+
+
+def erase(images: Tensor, probability: float) -> Tensor:
+    """Set a random rectangle of some images (B, C, height, width) to 0.
+
+    Its share of the area is uniform from 0.02 to 0.33, the logarithm of its aspect ratio uniform from 0.3 to 3.3, as
+    torchvision's `RandomErasing` has them.
+    """
+    batch, _, height, width = images.shape
+    area = torch.empty(batch, 1).uniform_(0.02, 0.33) * height * width
+    ratio = torch.empty(batch, 1).uniform_(torch.tensor(0.3).log().item(), torch.tensor(3.3).log().item()).exp()
+    h = (area * ratio).sqrt().round().clamp(1, height)  # (B, 1)
+    w = (area / ratio).sqrt().round().clamp(1, width)
+    top = (torch.rand(batch, 1) * (height - h + 1)).floor()
+    left = (torch.rand(batch, 1) * (width - w + 1)).floor()
+    chosen = torch.rand(batch, 1) < probability
+    rows, columns = torch.arange(height), torch.arange(width)
+    in_rows = (rows >= top) & (rows < top + h) & chosen  # (B, height)
+    in_columns = (columns >= left) & (columns < left + w)  # (B, width)
+    mask = in_rows[:, None, :, None] & in_columns[:, None, None, :]  # (B, 1, height, width)
+    return images.masked_fill(mask.to(images.device, non_blocking=True), 0.0)

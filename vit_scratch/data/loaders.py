@@ -1,0 +1,327 @@
+"""Batches for training and evaluation, from memory or from files read by worker processes.
+
+Order and augmentation are functions of (seed, epoch, image), so that a run can go on in the middle of an epoch, and
+gives the same batches with any number of workers.
+Shapes: B batch, C channels.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms.v2 import functional as F
+
+from vit_scratch.data.augmentation import BatchTransform, seeded
+from vit_scratch.data.images import CHANNELS, ImageError, fit
+from vit_scratch.data.sources import ImageSource
+
+Batch = tuple[Tensor, Tensor, int]
+"""Images (B, C, height, width), labels (B,) or (B, classes), and B."""
+
+SampleTransform = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class ImageFormat:
+    """How images must look to a model."""
+
+    mode: str
+    image_size: tuple[int, int]
+    interpolation: str
+
+    def __call__(self, source: ImageSource, index: int) -> Tensor:
+        """Read an image as bytes (C, height, width). Raises ImageError where it can't be read."""
+        return F.pil_to_tensor(fit(source.read(index, self.mode), self.image_size, self.interpolation))
+
+
+def read_all(source: ImageSource, work: Callable[[int], object], skip_broken: bool) -> list[tuple[int, str]]:
+    """Call `work` with the index of every image, on several threads.
+
+    Args:
+        source: the images.
+        work: reads an image and does what is to be done with it.
+        skip_broken: go on where an image can't be read.
+
+    Returns:
+        Index and fault of each image that can't be read.
+
+    Raises:
+        ImageError: there are any, and they are not to be skipped.
+    """
+
+    def attempt(index: int) -> str | None:
+        try:
+            work(index)
+        except ImageError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor() as pool:
+        faults = [(i, fault) for i, fault in enumerate(pool.map(attempt, range(len(source)))) if fault]
+    if faults and not skip_broken:
+        shown = "".join(f"\n  {fault}" for _, fault in faults[:5])
+        more = f"\n  and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise ImageError(
+            f"{len(faults)} of {len(source)} images can't be read:{shown}{more}\n"
+            "Mend or remove them, or pass --data.skip_broken true to go on without them"
+        )
+    return faults
+
+
+@dataclass
+class HeldImages:
+    """Images in memory: bytes (images, C, height, width) and labels (images,)."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+def open_images(
+    source: ImageSource, form: ImageFormat, *, in_memory: bool, skip_broken: bool
+) -> tuple[ImageSource | HeldImages, list[str]]:
+    """Read all images of a source into memory, or with `skip_broken` once to find those that can't be read.
+
+    Returns:
+        The images in memory, or the source of those that can be read; and the faults of the others.
+
+    Raises:
+        ImageError: as `read_all`.
+    """
+    if not in_memory:
+        faults = read_all(source, lambda i: source.read(i, form.mode), True) if skip_broken else []
+        kept = np.setdiff1d(np.arange(len(source)), [i for i, _ in faults])
+        return source.subset(kept), [fault for _, fault in faults]
+    images = torch.empty(len(source), CHANNELS[form.mode], *form.image_size, dtype=torch.uint8)
+
+    def work(index: int) -> None:
+        images[index] = form(source, index)
+
+    faults = read_all(source, work, skip_broken)
+    held = torch.ones(len(source), dtype=torch.bool)
+    held[[i for i, _ in faults]] = False
+    return HeldImages(images[held], torch.from_numpy(source.labels)[held]), [fault for _, fault in faults]
+
+
+def channel_statistics(images: Tensor) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel of bytes (images, C, height, width), on the scale from 0 to 1."""
+    means, deviations = [], []
+    for channel in images.unbind(1):
+        counts = torch.bincount(channel.flatten(), minlength=256).double()  # exact, whatever the number of pixels
+        share = counts / counts.sum()
+        levels = torch.arange(256, dtype=torch.float64) / 255
+        mean = (share * levels).sum()
+        means.append(mean.item())
+        # A channel that never changes would divide by zero.
+        deviations.append(max((share * (levels - mean) ** 2).sum().sqrt().item(), 1 / 255))
+    return means, deviations
+
+
+def seeds(count: int, *entropy: int) -> np.ndarray:
+    """So many independent seeds, a function of `entropy` (the run's seed, the epoch, ...)."""
+    return np.random.SeedSequence(entropy).generate_state(count, np.uint32)
+
+
+class Loader:
+    """What the two loaders share: how many batches, in which order, and with which seeds.
+
+    Args:
+        count: number of images.
+        batch_size: images per batch; the last batch of an epoch holds what is left.
+        transform: from bytes to what the network takes.
+        seed: of order and augmentation; None for the given order and no randomness.
+        device: where the batches go.
+    """
+
+    def __init__(self, count: int, batch_size: int, transform: BatchTransform, seed: int | None, device: torch.device):
+        self.count, self.batch_size, self.transform, self.seed, self.device = count, batch_size, transform, seed, device
+
+    def __len__(self) -> int:
+        """Number of batches in an epoch."""
+        return -(-self.count // self.batch_size)
+
+    def plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Order of the images, a seed for each place in that order, and a seed for each batch."""
+        if self.seed is None:
+            nothing = np.zeros(self.count, np.uint32)
+            return np.arange(self.count), nothing, nothing
+        order = np.random.default_rng([self.seed, epoch, 0]).permutation(self.count)
+        return order, seeds(self.count, self.seed, epoch, 1), seeds(len(self), self.seed, epoch, 2)
+
+    def fetch(self, order: np.ndarray, sample_seeds: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield bytes (B, C, height, width) and labels (B,) on the device, batch after batch."""
+        raise NotImplementedError
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch from number `start` on."""
+        order, sample_seeds, batch_seeds = self.plan(epoch)
+        first = start * self.batch_size
+        fetched = self.fetch(order[first:], sample_seeds[first:])
+        for number, (images, labels) in enumerate(fetched, start):
+            x, y = self.transform(images, labels, int(batch_seeds[number]))
+            yield x, y, len(x)
+
+
+class MemoryLoader(Loader):
+    """Batches of images that are held in memory, on the device.
+
+    Args:
+        held: the images.
+        sample_transform: applied to each image by itself, None for nothing.
+        others: as `Loader`.
+    """
+
+    def __init__(
+        self,
+        held: HeldImages,
+        batch_size: int,
+        transform: BatchTransform,
+        *,
+        sample_transform: SampleTransform | None = None,
+        seed: int | None = None,
+        device: torch.device,
+    ):
+        super().__init__(len(held), batch_size, transform, seed, device)
+        self.images, self.labels = held.images.to(device), held.labels.to(device)
+        self.sample_transform = sample_transform
+
+    def fetch(self, order: np.ndarray, sample_seeds: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        for first in range(0, len(order), self.batch_size):
+            index = torch.from_numpy(order[first : first + self.batch_size]).to(self.device, non_blocking=True)
+            images = self.images[index]
+            if self.sample_transform is not None:
+                chunk = sample_seeds[first : first + self.batch_size]
+                images = torch.stack(
+                    [transform_sample(self.sample_transform, i, int(s)) for i, s in zip(images, chunk, strict=True)]
+                )
+            yield images, self.labels[index]
+
+
+class StreamLoader(Loader):
+    """Batches of images that worker processes read from their files.
+
+    Args:
+        source: the images.
+        form: how they must look.
+        sample_transform: applied to each image by itself in the worker, None for nothing.
+        crops: the sample transform crops and resizes, so that it gets images of their original size.
+        workers: number of processes; 0 reads in this one.
+        others: as `Loader`.
+
+    Raises, while it runs:
+        ImageError: an image that can't be read.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        form: ImageFormat,
+        batch_size: int,
+        transform: BatchTransform,
+        *,
+        sample_transform: SampleTransform | None = None,
+        crops: bool = False,
+        seed: int | None = None,
+        workers: int = 0,
+        device: torch.device,
+    ):
+        super().__init__(len(source), batch_size, transform, seed, device)
+        self.order = _Order(batch_size)
+        self.loader = DataLoader(
+            _Samples(source, form, sample_transform, crops),  # type: ignore[arg-type]  # its index has two parts
+            batch_sampler=self.order,  # type: ignore[arg-type]
+            num_workers=workers,
+            collate_fn=_collate,
+            persistent_workers=workers > 0,
+            pin_memory=device.type == "cuda",
+        )
+
+    def fetch(self, order: np.ndarray, sample_seeds: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        self.order.entries = list(zip(order.tolist(), sample_seeds.tolist(), strict=True))
+        for batch in self.loader:
+            if isinstance(batch, str):
+                raise ImageError(f"{batch}\nMend or remove it, or pass --data.skip_broken true to go on without it")
+            images, labels = batch
+            yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+
+
+def make_loader(
+    images: ImageSource | HeldImages,
+    form: ImageFormat,
+    batch_size: int,
+    transform: BatchTransform,
+    *,
+    sample_transform: SampleTransform | None = None,
+    crops: bool = False,
+    seed: int | None = None,
+    workers: int = 0,
+    device: torch.device,
+) -> Loader:
+    """The loader for images in memory or in files; arguments as `MemoryLoader` and `StreamLoader`."""
+    if isinstance(images, HeldImages):
+        return MemoryLoader(images, batch_size, transform, sample_transform=sample_transform, seed=seed, device=device)
+    return StreamLoader(
+        images,
+        form,
+        batch_size,
+        transform,
+        sample_transform=sample_transform,
+        crops=crops,
+        seed=seed,
+        workers=workers,
+        device=device,
+    )
+
+
+def transform_sample(transform: SampleTransform, image: Tensor, seed: int) -> Tensor:
+    """Apply a random transform to one image, as a function of the seed."""
+    with seeded(seed):
+        return transform(image)
+
+
+class _Order:
+    """Hands out (index, seed) pairs in batches; the entries change from epoch to epoch, the workers stay."""
+
+    def __init__(self, batch_size: int):
+        self.batch_size = batch_size
+        self.entries: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return -(-len(self.entries) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for first in range(0, len(self.entries), self.batch_size):
+            yield self.entries[first : first + self.batch_size]
+
+
+class _Samples(Dataset):
+    """Reads and transforms one image in a worker; a fault travels as text, so that it arrives without a traceback."""
+
+    def __init__(self, source: ImageSource, form: ImageFormat, transform: SampleTransform | None, crops: bool):
+        self.source, self.form, self.transform, self.crops = source, form, transform, crops
+
+    def __getitem__(self, entry: tuple[int, int]) -> tuple[Tensor, int] | str:
+        index, seed = entry
+        try:
+            image = F.pil_to_tensor(self.source.read(index, self.form.mode)) if self.crops else self.form(self.source, index)
+        except ImageError as error:
+            return str(error)
+        if self.transform is not None:
+            image = transform_sample(self.transform, image, seed)
+        return image, int(self.source.labels[index])
+
+
+def _collate(samples: list[tuple[Tensor, int] | str]) -> tuple[Tensor, Tensor] | str:
+    images, labels = [], []
+    for sample in samples:
+        if isinstance(sample, str):
+            return sample
+        images.append(sample[0])
+        labels.append(sample[1])
+    return torch.stack(images), torch.tensor(labels)

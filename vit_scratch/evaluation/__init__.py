@@ -1,0 +1,1 @@
+"""Metrics and pictures of trained models."""

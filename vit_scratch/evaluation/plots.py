@@ -1,0 +1,63 @@
+"""Pictures of a training and of its result."""
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+matplotlib.rcParams["axes.spines.top"] = matplotlib.rcParams["axes.spines.right"] = False
+# Okabe and Ito's colours, which colour-blind people can tell apart.
+TRAIN, HELD_OUT, AVERAGED = "#0072B2", "#D55E00", "#009E73"
+
+
+def plot_curves(rows: list[dict], path: Path) -> None:
+    """Loss, accuracy and learning rate by epoch, from the rows of metrics.jsonl."""
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    loss, accuracy, rate = figure.subplots(1, 3)
+    epochs = [r["epoch"] for r in rows]
+    series = (("train_", "train", TRAIN), ("val_", "held-out", HELD_OUT), ("ema_val_", "held-out, averaged", AVERAGED))
+    marker = "o" if len(rows) < 30 else None
+    for prefix, label, colour in series:
+        if any(f"{prefix}loss" in r for r in rows):
+            for axes, name, scale in ((loss, "loss", 1), (accuracy, "accuracy", 100)):
+                values = [np.nan if r.get(prefix + name) is None else scale * r[prefix + name] for r in rows]
+                axes.plot(epochs, values, label=label, color=colour, marker=marker, markersize=3)
+    rate.plot(epochs, [r["lr"] for r in rows], color="black", marker=marker, markersize=3)
+    for axes, title in ((loss, "loss"), (accuracy, "accuracy (%)"), (rate, "learning rate, last of the epoch")):
+        axes.set_title(title)
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+    loss.legend()
+    accuracy.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+def plot_confusion(confusion: np.ndarray, classes: list[str], title: str, path: Path) -> None:
+    """The confusion matrix; colour is the share of the true class, numbers are images (up to 30 classes).
+
+    Args:
+        confusion: (classes, classes), images by true class (rows) and predicted class (columns).
+    """
+    count = len(classes)
+    share = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    side = float(np.clip(2.5 + 0.55 * count, 5, 16))
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
+    axes.set(title=title, xlabel="predicted class", ylabel="true class")
+    size = 10 if count <= 30 else 5
+    names = [c if len(c) <= 16 else c[:15] + "…" for c in classes]
+    axes.set_xticks(range(count), names, rotation=45 if count <= 30 else 90, ha="right" if count <= 30 else "center")
+    axes.set_yticks(range(count), names)
+    axes.tick_params(labelsize=size, length=0)
+    axes.spines[:].set_visible(False)
+    if count <= 30:
+        for row, column in np.ndindex(count, count):
+            if confusion[row, column]:
+                colour = "white" if share[row, column] > 0.5 else "black"
+                axes.text(column, row, confusion[row, column], ha="center", va="center", color=colour, fontsize=9)
+    figure.savefig(path, dpi=120 if count <= 30 else 200)

@@ -1,0 +1,126 @@
+"""Weights and training state on disk: written whole or not at all, read without executing anything.
+
+Weights are safetensors with everything needed to use them in the header. The training state holds tensors and plain
+Python values, and is read with torch's `weights_only`.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+KEY = "vit_scratch"
+"""Where our description stands in the header of a safetensors file."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Write a file beside its final place and move it there when it is complete.
+
+    Yields:
+        The path to write to. After an error, a full disk among them, it is removed, and `path` is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.part")  # always the same name: what a killed run left is written over
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class SaveError(OSError):
+    """A file that could not be written; the message says which, why, and what is still there."""
+
+
+def save_weights(path: Path, weights: dict[str, Tensor], description: dict[str, Any]) -> None:
+    """Write weights and their description as a safetensors file.
+
+    Raises:
+        SaveError: it could not be written; a file that was there before is intact.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    try:
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, {KEY: json.dumps(description)})
+    except (OSError, SafetensorError) as error:
+        raise SaveError(f"could not write {path}: {error}; what was saved before is intact") from error
+
+
+def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a file of `save_weights`: the weights, on the CPU, and their description.
+
+    Raises:
+        ValueError: no such file, a damaged one, or one that has no description of ours.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
+    try:
+        with safe_open(path, "pt") as file:
+            description = json.loads((file.metadata() or {}).get(KEY, "null"))
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it has no __iter__
+    except (SafetensorError, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged or no safetensors file ({error})") from error
+    if not isinstance(description, dict):
+        raise ValueError(f"{path} holds weights, but was not written by vit_scratch: its header does not describe them")
+    return weights, description
+
+
+class TrainingStates:
+    """The training states of a run, one file each, the newest two of them kept.
+
+    Args:
+        folder: where they are; made on the first save.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def paths(self) -> list[Path]:
+        """All states, the newest first."""
+        found = [p for p in self.folder.glob("update_*.pt") if re.fullmatch(r"update_\d+\.pt", p.name)]
+        return sorted(found, key=lambda p: int(p.stem.removeprefix("update_")), reverse=True)
+
+    def save(self, update: int, state: dict[str, Any]) -> None:
+        """Write the state after an update, then remove all but the newest two.
+
+        Raises:
+            SaveError: it could not be written; the states that were there are intact.
+        """
+        path = self.folder / f"update_{update:08d}.pt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary:
+                torch.save(state, temporary)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            newest = next(iter(self.paths()), None)
+            kept = f"the state before it, {newest}, is intact" if newest else "there is no state before it"
+            raise SaveError(f"could not write {path}: {str(error).splitlines()[0]}; {kept}") from error
+        for old in self.paths()[2:]:
+            old.unlink(missing_ok=True)
+
+    def load(self) -> tuple[dict[str, Any] | None, list[str]]:
+        """The newest state that can be read, None where there is none, and what is wrong with newer ones.
+
+        Raises:
+            ValueError: there are states, but none can be read.
+        """
+        faults = []
+        for path in self.paths():
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True), faults
+            except Exception as error:  # torch raises many kinds for a damaged file, and refuses foreign objects
+                faults.append(f"{path} can't be read: {str(error).splitlines()[0]}")
+        if faults:
+            raise ValueError("\n".join([*faults, "No other state is left; start anew with another --out"]))
+        return None, faults

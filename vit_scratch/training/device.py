@@ -1,0 +1,52 @@
+"""The device and its arithmetic."""
+
+import os
+
+import torch
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name, or for "auto" the first of cuda, mps and cpu that is there.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"device={name!r} can't be used here ({reason}); use auto or cpu") from error
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """What the hardware calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"
+
+
+def pick_precision(name: str, device: torch.device) -> torch.dtype:
+    """The type of the forward pass: for "auto" bf16 or else fp16 on cuda, and fp32 elsewhere, where it is fastest.
+
+    Raises:
+        ValueError: fp16 elsewhere than on cuda, where nothing scales its gradients.
+    """
+    if name == "auto":
+        if device.type != "cuda":
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if name == "fp16" and device.type != "cuda":
+        raise ValueError(f"train.precision=fp16 needs cuda, and the device is {device.type}; use auto, fp32 or bf16")
+    return PRECISIONS[name]
+
+
+def use_deterministic_algorithms() -> None:
+    """Make torch refuse operations that don't give the same bits each time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)

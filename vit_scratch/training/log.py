@@ -1,0 +1,107 @@
+"""What a run tells: a progress bar or plain lines, metrics.jsonl and metrics.csv, and TensorBoard on request."""
+
+import csv
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from vit_scratch.training.checkpoint import replacing
+
+Row = dict[str, float | int]
+
+
+class RunLog:
+    """The log of a run.
+
+    Args:
+        folder: where the metrics files go.
+        epochs, updates: how many the run has.
+        items: what is counted in items per second, such as "images".
+        start: updates done already; rows of later ones, from before an interruption, are dropped.
+        tensorboard: also write TensorBoard files into `folder`/tensorboard.
+
+    Attributes:
+        rows: one row of metrics for each epoch so far.
+
+    Raises:
+        ValueError: TensorBoard is asked for and not installed.
+    """
+
+    def __init__(self, folder: Path, *, epochs: int, updates: int, items: str, start: int = 0, tensorboard: bool = False):
+        self.folder, self.epochs, self.updates, self.items = folder, epochs, updates, items
+        self.rows: list[Row] = [r for r in read_rows(folder) if r["update"] <= start]
+        self.writer: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ValueError(
+                    "train.tensorboard is true, but TensorBoard is not installed; pip install 'vit-scratch[tensorboard]'"
+                ) from error
+            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+        self.bar = tqdm(
+            total=updates, initial=start, unit="update", dynamic_ncols=True, disable=not sys.stderr.isatty()
+        )
+        self.spoke = time.monotonic()
+
+    def progress(self, update: int, epoch: int, lr: float, metrics: Row) -> None:
+        """Show where the run stands: in the bar, or without a terminal as a line at most every 15 seconds."""
+        values = {
+            "epoch": f"{epoch}/{self.epochs}",
+            "loss": f"{metrics['train_loss']:.3f}",
+            "acc": f"{100 * metrics['train_accuracy']:.1f}%",
+            "lr": f"{lr:.2e}",
+            f"{self.items}/s": f"{metrics['items_per_second']:.0f}",
+        }
+        self.bar.set_postfix(values, refresh=False)
+        self.bar.update(update - self.bar.n)
+        if self.bar.disable and time.monotonic() - self.spoke > 15:
+            self.say(f"update {update}/{self.updates}  " + "  ".join(f"{k} {v}" for k, v in values.items()))
+
+    def say(self, text: str) -> None:
+        """Print a line, above the bar where there is one."""
+        if self.bar.disable:
+            print(text, flush=True)
+        else:
+            self.bar.write(text)
+        self.spoke = time.monotonic()
+
+    def add(self, row: Row) -> None:
+        """Print the metrics of an epoch and add them to the files."""
+        self.rows.append(row)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self.folder / "metrics.jsonl") as path:
+            # JSON knows no NaN.
+            clean = [{k: v if math.isfinite(v) else None for k, v in r.items()} for r in self.rows]
+            path.write_text("".join(json.dumps(r) + "\n" for r in clean))
+        with replacing(self.folder / "metrics.csv") as path, open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(k for r in self.rows for k in r)))
+            writer.writeheader()
+            writer.writerows(self.rows)
+        if self.writer is not None:
+            for key, value in row.items():
+                self.writer.add_scalar(key, value, row["update"])
+            self.writer.flush()
+
+        parts = [f"epoch {row['epoch']}/{self.epochs}"]
+        for prefix, name in (("train_", "train"), ("val_", "held-out"), ("ema_val_", "averaged")):
+            if f"{prefix}accuracy" in row:
+                parts.append(f"{name} loss {row[prefix + 'loss']:.4f} accuracy {100 * row[prefix + 'accuracy']:.2f} %")
+        self.say("  ".join([*parts, f"{row['items_per_second']:.0f} {self.items}/s"]))
+
+    def close(self) -> None:
+        """End the bar and the TensorBoard file."""
+        self.bar.close()
+        if self.writer is not None:
+            self.writer.close()
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """The rows in a run's metrics.jsonl, none where there is no such file."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

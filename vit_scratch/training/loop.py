@@ -1,0 +1,238 @@
+"""The training loop, whole and flat: what happens in an update, at the end of an epoch, and when a run goes on."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vit_scratch.training.checkpoint import TrainingStates
+from vit_scratch.training.ema import ExponentialMovingAverage
+from vit_scratch.training.interrupt import Interrupt
+from vit_scratch.training.log import Row, RunLog
+
+Loss = Callable[[nn.Module, Any, Any], tuple[Tensor, Tensor]]
+"""(model, inputs, targets) -> sum of the loss over the batch's items, and how many of them are predicted right."""
+
+Validate = Callable[[nn.Module], dict[str, float]]
+"""model -> its metrics on held-out data; "accuracy" is the one that the best weights are chosen by."""
+
+SaveWeights = Callable[[str, nn.Module, Row], None]
+"""(name, model, metrics of the epoch): write the model's weights as a file of that name."""
+
+
+class Batches(Protocol):
+    """Where training batches come from."""
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+
+    def batches(self, epoch: int, start: int) -> Iterator[tuple[Any, Any, int]]:
+        """Inputs, targets and number of items of each batch of an epoch, from batch number `start` on."""
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient is no longer a finite number."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands."""
+
+    update: int = 0  # updates done
+    epoch: int = 0  # epochs done
+    batch: int = 0  # batches of this epoch done
+    loss: float = 0.0  # sums over this epoch
+    correct: int = 0
+    count: int = 0
+    seconds: float = 0.0  # spent on this epoch's updates
+    best: float = -math.inf  # held-out accuracy of the best weights
+
+
+def fit(
+    model: nn.Module,
+    loader: Batches,
+    loss: Loss,
+    validate: Validate | None,
+    optimizer: torch.optim.Optimizer,
+    schedule: Callable[[int], float],
+    *,
+    epochs: int,
+    accumulate: int,
+    clip_norm: float,
+    precision: torch.dtype,
+    device: torch.device,
+    ema: ExponentialMovingAverage | None,
+    log: RunLog,
+    states: TrainingStates,
+    state: dict[str, Any] | None,
+    save_weights: SaveWeights,
+    checkpoint_every: int | None,
+    log_every: int,
+) -> int | None:
+    """Train a model.
+
+    Args:
+        model, loader, loss, validate, optimizer: as their types say; validate is None where nothing is held out.
+        schedule: learning rate of an update, counted from 1.
+        epochs: passes over the data.
+        accumulate: batches per update; the gradient is the mean over all their items, also in a last, smaller window.
+        clip_norm: largest norm of the gradient, 0 for any.
+        precision: type of the forward pass; fp16 comes with loss scaling, and updates that overflow are skipped.
+        device: of model and batches.
+        ema: running average of the weights, evaluated and saved beside them.
+        log, states, save_weights: where things are written.
+        state: what `states` last saved, to go on from there; None to start.
+        checkpoint_every: updates between two saved states, on top of one at the end of each epoch; None for none.
+        log_every: updates between two readings of the loss from the device.
+
+    Returns:
+        None when training is complete, or the number of the signal that stopped it, after its state was saved.
+
+    Raises:
+        NonFiniteError: a loss or a gradient that is not finite; nothing is saved from then on.
+        SaveError: a file that could not be written.
+    """
+    scaler = torch.amp.GradScaler(device.type, enabled=precision is torch.float16)
+    progress = Progress() if state is None else restore(state, model, optimizer, scaler, ema, device)
+    pending: list[tuple[Tensor, Tensor, Tensor, int]] = []  # loss, correct, gradient norm and count of recent updates
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def settle() -> None:
+        """Read the recent updates' losses from the device, in one go: each reading makes the device wait."""
+        if not pending:
+            return
+        losses, corrects, norms = (torch.stack(column).tolist() for column in zip(*(p[:3] for p in pending), strict=True))
+        counts = [p[3] for p in pending]
+        for back, (value, norm, count) in enumerate(zip(losses, norms, counts, strict=True)):
+            if not math.isfinite(value) or not (math.isfinite(norm) or scaler.is_enabled()):
+                update = progress.update - len(pending) + back + 1
+                raise NonFiniteError(
+                    f"the {'gradient' if math.isfinite(value) else 'loss'} is not finite at update {update}, epoch "
+                    f"{progress.epoch + 1}: loss {value / count:.4g}, gradient norm {norm:.4g}, learning rate "
+                    f"{schedule(update):.4g}. The last good state is kept; lower train.lr, lengthen "
+                    "train.warmup_epochs or set train.clip_norm, and start anew"
+                )
+        progress.loss += sum(losses)
+        progress.correct += int(sum(corrects))
+        progress.count += sum(counts)
+        pending.clear()
+
+    def save() -> None:
+        settle()
+        states.save(progress.update, capture(progress, model, optimizer, scaler, ema, device))
+
+    with Interrupt() as interrupt:
+        while progress.epoch < epochs:
+            model.train()
+            batches = loader.batches(progress.epoch, progress.batch)
+            rate = schedule(progress.update or 1)
+            began, before = time.perf_counter(), progress.seconds
+            while window := list(islice(batches, accumulate)):
+                rate = schedule(progress.update + 1)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                items = sum(count for _, _, count in window)
+                sums = []
+                for inputs, targets, _ in window:
+                    with torch.autocast(device.type, precision, enabled=precision is not torch.float32):
+                        value, correct = loss(model, inputs, targets)
+                    scaler.scale(value / items).backward()
+                    sums.append(torch.stack([value.detach().float(), correct.float()]))
+                scaler.unscale_(optimizer)
+                norm = nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+                if ema is not None:
+                    ema.update(model)
+                total = torch.stack(sums).sum(0)
+                pending.append((total[0], total[1], norm.detach(), items))
+                progress.update += 1
+                progress.batch += len(window)
+                progress.seconds = before + time.perf_counter() - began
+
+                if progress.update % log_every == 0:
+                    settle()
+                    log.progress(progress.update, progress.epoch + 1, rate, train_metrics(progress))
+                if checkpoint_every and progress.update % checkpoint_every == 0:
+                    save()
+                if interrupt.signal is not None:
+                    save()
+                    return interrupt.signal
+
+            settle()
+            row: Row = {"epoch": progress.epoch + 1, "update": progress.update, "lr": rate} | train_metrics(progress)
+            better = False
+            if validate is not None:
+                metrics = validate(model)
+                row |= {f"val_{k}": v for k, v in metrics.items()}
+                better = metrics["accuracy"] > progress.best
+                progress.best = max(progress.best, metrics["accuracy"])
+            if validate is not None and ema is not None:
+                row |= {f"ema_val_{k}": v for k, v in validate(ema.model).items()}
+            log.add(row)
+            save_weights("last", model, row)
+            if better:
+                save_weights("best", model, row)
+            if ema is not None:
+                save_weights("ema", ema.model, row)
+            progress = Progress(update=progress.update, epoch=progress.epoch + 1, best=progress.best)
+            save()
+    return None
+
+
+def train_metrics(progress: Progress) -> Row:
+    """Mean loss, accuracy and speed over this epoch so far."""
+    count = max(progress.count, 1)
+    return {
+        "train_loss": progress.loss / count,
+        "train_accuracy": progress.correct / count,
+        "items_per_second": progress.count / max(progress.seconds, 1e-9),
+        "seconds": progress.seconds,
+    }
+
+
+def capture(
+    progress: Progress,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    ema: ExponentialMovingAverage | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Everything that `restore` needs to go on as if nothing had happened: tensors and plain Python values."""
+    return {
+        "format": 1,
+        "progress": asdict(progress),
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "ema": None if ema is None else ema.state_dict(),
+        "random_cpu": torch.get_rng_state(),
+        "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def restore(
+    state: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    ema: ExponentialMovingAverage | None,
+    device: torch.device,
+) -> Progress:
+    """Put back what `capture` returned."""
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scaler.load_state_dict(state["scaler"])
+    if ema is not None:
+        ema.load_state_dict(state["ema"])
+    torch.set_rng_state(state["random_cpu"])
+    if device.type == "cuda" and state["random_cuda"] is not None:
+        torch.cuda.set_rng_state(state["random_cuda"], device)
+    return Progress(**state["progress"])

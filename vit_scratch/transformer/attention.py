@@ -1,0 +1,170 @@
+"""Attention: the scaled dot product, its masks, and the multi-head module every layer uses.
+
+Shapes: B batch, N query tokens, S key tokens, D model width, H heads, K head width (D = H * K).
+Masks are boolean, True means "may attend". A query that may attend to nothing gets zeros.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from vit_scratch.transformer.positions import Rotation, rotate
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0):
+    """Scaled dot-product attention, step by step ("Attention Is All You Need", equation 1).
+
+    Args:
+        query: (B, H, N, K).
+        key, value: (B, H, S, K).
+        mask: boolean, broadcastable to (B, H, N, S); True means "may attend".
+        dropout: probability of dropping an attention weight.
+
+    Returns:
+        The attended values (B, H, N, K) and the attention weights (B, H, N, S). Each row of weights sums
+        to 1, or to 0 where the mask allows nothing.
+    """
+    scale = query.shape[-1] ** -0.5
+    scores = (query * scale) @ key.transpose(-2, -1)  # (B, H, N, S)
+    if mask is not None:
+        # The lowest finite number rather than -inf: a row with nothing allowed stays free of NaN, also backwards.
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)
+    return F.dropout(weights, dropout) @ value, weights
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0):
+    """The same attended values as `attention` from PyTorch's fused kernels, without the weights.
+
+    Args and first return value as `attention`.
+    """
+    if mask is None:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+    # What a kernel does with a row that allows nothing differs between devices, so no kernel gets to see one.
+    empty = ~mask.any(dim=-1, keepdim=True)  # (..., N or 1, 1)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask | empty, dropout_p=dropout)
+    return output.masked_fill(empty, 0.0)
+
+
+def expand_mask(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+    """Check an attention mask and give it four dimensions, broadcastable to (B, H, N, S).
+
+    Args:
+        mask: boolean, True means "may attend"; of shape (N, S), (B, S), (B, N, S) or (B, H, N, S).
+            A dimension of size 1 stands for all of its kind in the shapes with three or four dimensions.
+
+    Raises:
+        ValueError: the mask is not boolean, has another shape, or is a square that could be (N, S) or (B, S).
+    """
+    if mask.dtype != torch.bool:
+        raise ValueError(
+            f'mask has dtype {mask.dtype}; it must be torch.bool with True meaning "may attend" (mask != 0 converts 0/1)'
+        )
+    if mask.dim() == 2:
+        as_pairs, as_padding = mask.shape == (queries, keys), mask.shape == (batch, keys)
+        if as_pairs and as_padding and batch > 1:
+            raise ValueError(
+                f"mask of shape {tuple(mask.shape)} could be (N, S) or (B, S), as B = N = {batch}; "
+                "pass mask[None] to mean (1, N, S) or mask[:, None] to mean (B, 1, S)"
+            )
+        if as_pairs:
+            return mask[None, None]
+        if as_padding:
+            return mask[:, None, None]
+    sizes = (batch, heads, queries, keys) if mask.dim() == 4 else (batch, queries, keys)
+    if mask.dim() == len(sizes) and all(m in (1, s) for m, s in zip(mask.shape, sizes, strict=True)):
+        return mask if mask.dim() == 4 else mask[:, None]
+    raise ValueError(
+        f"mask has shape {tuple(mask.shape)}; accepted here are (N, S) = {(queries, keys)}, (B, S) = {(batch, keys)}, "
+        f"(B, N, S) = {(batch, queries, keys)} and (B, H, N, S) = {(batch, heads, queries, keys)}"
+    )
+
+
+def causal_mask(length: int, device: torch.device | None = None) -> Tensor:
+    """The (N, N) mask in which token n may attend to tokens 0..n, itself included."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+
+def check_heads(dim: int, heads: int) -> None:
+    """Raise ValueError unless `heads` divides `dim`; the message lists the head counts that do."""
+    if dim < 1 or heads < 1 or dim % heads:
+        valid = ", ".join(str(h) for h in range(1, max(dim, 0) + 1) if dim % h == 0)
+        raise ValueError(f"dim={dim} is not divisible by heads={heads}; valid head counts: {valid or 'none'}")
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention ("Attention Is All You Need", section 3.2.2), for self- and cross-attention.
+
+    Args:
+        dim: model width D.
+        heads: number of heads H, a divisor of D.
+        dropout: probability of dropping an attention weight in training.
+        qk_norm: normalise queries and keys per head ("Scaling Vision Transformers to 22 Billion Parameters").
+        norm_eps: epsilon of those norms.
+
+    The attribute `fused` (True at first) chooses the path: PyTorch's fused kernels, or `attention` above.
+
+    Raises:
+        ValueError: `heads` does not divide `dim`.
+    """
+
+    def __init__(self, dim: int, heads: int, *, dropout: float = 0.0, qk_norm: bool = False, norm_eps: float = 1e-6):
+        super().__init__()
+        check_heads(dim, heads)
+        self.dim, self.heads, self.dropout, self.fused = dim, heads, dropout, True
+        self.qkv = nn.Linear(dim, 3 * dim)  # rows: D for the queries, D for the keys, D for the values
+        self.query_norm = nn.LayerNorm(dim // heads, eps=norm_eps) if qk_norm else nn.Identity()
+        self.key_norm = nn.LayerNorm(dim // heads, eps=norm_eps) if qk_norm else nn.Identity()
+        self.out = nn.Linear(dim, dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        rotation: Rotation | None = None,
+        return_weights: bool = False,
+    ):
+        """Let each token of `x` gather from `memory`, or from `x` itself where no memory is given.
+
+        Args:
+            x: (B, N, D).
+            memory: (B, S, D); without it this is self-attention and S = N.
+            mask: boolean, True means "may attend"; shapes as `expand_mask`.
+            rotation: rotary positions of the N tokens, for self-attention only.
+            return_weights: also return the weights; this takes the readable path, the output stays the same.
+
+        Returns:
+            (B, N, D), and with `return_weights` the weights (B, H, N, S) beside it.
+
+        Raises:
+            ValueError: a mask that `expand_mask` refuses, or a rotation together with a memory.
+        """
+        if memory is None:
+            query, key, value = rearrange(self.qkv(x), "b n (three h k) -> three b h n k", three=3, h=self.heads)
+        else:
+            if rotation is not None:
+                raise ValueError("rotation describes the tokens of x and can't be used with a memory")
+            weight, bias = self.qkv.weight.tensor_split([self.dim]), self.qkv.bias.tensor_split([self.dim])
+            query = rearrange(F.linear(x, weight[0], bias[0]), "b n (h k) -> b h n k", h=self.heads)
+            key, value = rearrange(
+                F.linear(memory, weight[1], bias[1]), "b s (two h k) -> two b h s k", two=2, h=self.heads
+            )
+        query, key = self.query_norm(query), self.key_norm(key)
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        if mask is not None:
+            mask = expand_mask(mask, len(x), self.heads, query.shape[-2], key.shape[-2])
+
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if self.fused and not return_weights:
+            output = fused_attention(query, key, value, mask, dropout)
+        else:
+            output, weights = attention(query, key, value, mask, dropout)
+        output = self.out(rearrange(output, "b h n k -> b n (h k)"))
+        return (output, weights) if return_weights else output

@@ -1,0 +1,152 @@
+"""The Transformer encoder: the same class reads sentences in `Transformer` and image patches in `VisionTransformer`.
+
+Shapes: B batch, N tokens, D model width, H heads.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vit_scratch.transformer.attention import MultiHeadAttention, expand_mask
+from vit_scratch.transformer.feed_forward import FeedForward
+from vit_scratch.transformer.initialisation import initialise_layers
+from vit_scratch.transformer.positions import Rotation
+from vit_scratch.transformer.residual import residual_branch
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then a feed-forward network, each with a residual connection.
+
+    Args:
+        dim: model width D.
+        heads: number of heads H, a divisor of D.
+        hidden_dim: width inside the feed-forward network, 4 * D by default.
+        activation: "gelu" or "relu".
+        norm_first: True normalises the input of each branch (as ViT), False the sum after it (as in 2017).
+        dropout: probability for attention weights, hidden units and branch outputs.
+        drop_path: probability of dropping a branch for a sample.
+        layer_scale: initial value of a learned factor per channel on each branch, None for none.
+        qk_norm: normalise queries and keys.
+        norm_eps: epsilon of all layer norms.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        hidden_dim: int | None = None,
+        activation: str = "gelu",
+        norm_first: bool = True,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        layer_scale: float | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+    ):
+        super().__init__()
+        self.norm_first = norm_first
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.attention = MultiHeadAttention(dim, heads, dropout=dropout, qk_norm=qk_norm, norm_eps=norm_eps)
+        self.branch1 = residual_branch(dim, dropout, drop_path, layer_scale)
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.feed_forward = FeedForward(dim, hidden_dim or 4 * dim, activation=activation, dropout=dropout)
+        self.branch2 = residual_branch(dim, dropout, drop_path, layer_scale)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None) -> Tensor:
+        """(B, N, D) -> (B, N, D); mask and rotation as `Encoder.forward`."""
+        if self.norm_first:
+            x = x + self.branch1(self.attention(self.norm1(x), mask=mask, rotation=rotation))
+            x = x + self.branch2(self.feed_forward(self.norm2(x)))
+        else:
+            x = self.norm1(x + self.branch1(self.attention(x, mask=mask, rotation=rotation)))
+            x = self.norm2(x + self.branch2(self.feed_forward(x)))
+        return x
+
+
+class Encoder(nn.Module):
+    """A stack of encoder layers on any token vectors; positions are added, or handed in, by whoever makes the tokens.
+
+    With `norm_first` a final norm follows the stack; without it the last layer has normalised already and nothing
+    follows ("On Layer Normalization in the Transformer Architecture" compares the two).
+
+    Args:
+        dim: model width D.
+        depth: number of layers.
+        heads: number of heads H, a divisor of D.
+        drop_path: probability of dropping a branch in the last layer; it rises linearly from 0 in the first.
+        others: as `EncoderLayer`.
+
+    Attributes:
+        gradient_checkpointing: recompute each layer in the backward pass to save memory (False at first).
+
+    Raises:
+        ValueError: `heads` does not divide `dim`, an unknown activation, a drop_path that is no probability.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        heads: int,
+        *,
+        hidden_dim: int | None = None,
+        activation: str = "gelu",
+        norm_first: bool = True,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        layer_scale: float | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+    ):
+        super().__init__()
+        if depth < 1:
+            raise ValueError(f"depth={depth} is not a number of layers; it must be at least 1")
+        self.dim, self.depth, self.heads, self.gradient_checkpointing = dim, depth, heads, False
+        self.layers = nn.ModuleList(
+            EncoderLayer(
+                dim,
+                heads,
+                hidden_dim=hidden_dim,
+                activation=activation,
+                norm_first=norm_first,
+                dropout=dropout,
+                drop_path=drop_path * i / max(depth - 1, 1),
+                layer_scale=layer_scale,
+                qk_norm=qk_norm,
+                norm_eps=norm_eps,
+            )
+            for i in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim, eps=norm_eps) if norm_first else nn.Identity()
+        initialise_layers(self)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None) -> Tensor:
+        """Encode token vectors.
+
+        Args:
+            x: (B, N, D).
+            mask: boolean, True means "may attend"; (N, N), (B, N) for padding, (B, N, N) or (B, H, N, N).
+            rotation: rotary positions of the N tokens, applied to queries and keys in every layer.
+
+        Returns:
+            (B, N, D).
+
+        Raises:
+            ValueError: x of another width, or a mask that `expand_mask` refuses.
+        """
+        check_width(x, self.dim)
+        if mask is not None:
+            mask = expand_mask(mask, len(x), self.heads, x.shape[1], x.shape[1])
+        for layer in self.layers:
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, mask, rotation, use_reentrant=False)
+            else:
+                x = layer(x, mask, rotation)
+        return self.norm(x)
+
+
+def check_width(x: Tensor, dim: int) -> None:
+    """Raise ValueError unless x is a batch of token vectors (B, N, D) of width `dim`."""
+    if x.dim() != 3 or x.shape[-1] != dim:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be (B, N, D) with D = {dim}")

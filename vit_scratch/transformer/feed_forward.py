@@ -1,0 +1,35 @@
+"""The position-wise feed-forward network of a Transformer layer.
+
+Shapes: B batch, N tokens, D model width.
+"""
+
+from torch import Tensor, nn
+
+ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
+
+
+class FeedForward(nn.Module):
+    """Two linear maps with an activation between ("Attention Is All You Need", section 3.3).
+
+    Args:
+        dim: model width D.
+        hidden_dim: width between the two maps.
+        activation: "relu" as in the paper, or "gelu" as in ViT (the exact form, not the tanh one).
+        dropout: probability of dropping a hidden unit in training.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, *, activation: str = "gelu", dropout: float = 0.0):
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r} is unknown; choose from {', '.join(ACTIVATIONS)}")
+        self.linear1 = nn.Linear(dim, hidden_dim)
+        self.activation = ACTIVATIONS[activation]()
+        self.dropout = nn.Dropout(dropout)
+        self.linear2 = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, N, D) -> (B, N, D)."""
+        return self.linear2(self.dropout(self.activation(self.linear1(x))))

@@ -1,0 +1,74 @@
+"""What the output of a residual branch passes through before it is added to its input.
+
+The addition itself stands in the layers, in the open: x = x + self.branch1(self.attention(self.norm1(x))).
+Shapes: B batch, N tokens, D model width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class DropPath(nn.Module):
+    """Stochastic depth ("Deep Networks with Stochastic Depth"): drops a whole branch for a sample in training.
+
+    Branches that stay are divided by the probability of staying, so that the expectation is unchanged.
+
+    Args:
+        probability: of dropping the branch, at least 0 and below 1.
+
+    Raises:
+        ValueError: a probability outside that range.
+    """
+
+    def __init__(self, probability: float):
+        super().__init__()
+        if not 0 <= probability < 1:
+            raise ValueError(f"drop_path={probability} is not a probability of at least 0 and below 1")
+        self.probability = probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, N, D) -> (B, N, D)."""
+        if not self.training or self.probability == 0:
+            return x
+        keep = 1 - self.probability
+        mask = torch.rand(len(x), *[1] * (x.dim() - 1), device=x.device) < keep  # (B, 1, 1)
+        return x * (mask.to(x.dtype) / keep)
+
+    def extra_repr(self) -> str:
+        return f"probability={self.probability:.3f}"
+
+
+class LayerScale(nn.Module):
+    """A learned factor per channel ("Going Deeper with Image Transformers", equation 3).
+
+    Args:
+        dim: model width D.
+        initial: value of every factor at first.
+    """
+
+    def __init__(self, dim: int, initial: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((dim,), initial))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, N, D) -> (B, N, D)."""
+        return x * self.weight
+
+
+def residual_branch(dim: int, dropout: float, drop_path: float, layer_scale: float | None) -> nn.Sequential:
+    """Dropout, LayerScale and DropPath, in this order; only those that do something.
+
+    Args:
+        dim: model width D.
+        dropout: probability of dropping an element.
+        drop_path: probability of dropping the whole branch for a sample.
+        layer_scale: initial value of LayerScale, None for none.
+    """
+    branch = nn.Sequential()
+    if dropout:
+        branch.add_module("dropout", nn.Dropout(dropout))
+    if layer_scale is not None:
+        branch.add_module("layer_scale", LayerScale(dim, layer_scale))
+    if drop_path:
+        branch.add_module("drop_path", DropPath(drop_path))
+    return branch

@@ -1,0 +1,115 @@
+"""The encoder-decoder Transformer for sequence tasks: token embeddings, encoder, decoder, logits.
+
+Shapes: B batch, N target tokens, S source tokens, D model width, V vocabulary.
+"""
+
+import math
+
+from torch import Tensor, nn
+
+from vit_scratch.transformer.decoder import Decoder
+from vit_scratch.transformer.encoder import Encoder
+from vit_scratch.transformer.positions import SinusoidalPositions
+
+
+class TokenEmbedding(nn.Module):
+    """Token ids to vectors with sinusoidal positions ("Attention Is All You Need", sections 3.4 and 3.5).
+
+    Args:
+        vocabulary: number of token ids V.
+        dim: model width D.
+        dropout: probability of dropping an element of the sum.
+        max_length: the most tokens a sequence may have.
+    """
+
+    def __init__(self, vocabulary: int, dim: int, *, dropout: float = 0.0, max_length: int = 5000):
+        super().__init__()
+        self.scale = math.sqrt(dim)
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.positions = SinusoidalPositions(dim, max_length)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Ids (B, N) -> vectors (B, N, D)."""
+        return self.dropout(self.positions(self.embedding(tokens) * self.scale))
+
+
+class Transformer(nn.Module):
+    """The encoder-decoder Transformer of "Attention Is All You Need" (figure 1), on token ids, logits out.
+
+    Args:
+        encoder, decoder: of the same width D.
+        source_vocabulary, target_vocabulary: number of token ids on each side, V for the target.
+        pad_id: the id that fills up short sequences; nothing attends to it.
+        dropout: probability of dropping an element of the embeddings.
+        max_length: the most tokens a sequence may have.
+
+    Raises:
+        ValueError: encoder and decoder differ in width, or `pad_id` is no id of both vocabularies.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        decoder: Decoder,
+        *,
+        source_vocabulary: int,
+        target_vocabulary: int,
+        pad_id: int = 0,
+        dropout: float = 0.0,
+        max_length: int = 5000,
+    ):
+        super().__init__()
+        if encoder.dim != decoder.dim:
+            raise ValueError(f"encoder.dim={encoder.dim} and decoder.dim={decoder.dim} differ; they must be equal")
+        if not 0 <= pad_id < min(source_vocabulary, target_vocabulary):
+            raise ValueError(
+                f"pad_id={pad_id} is not an id of both vocabularies ({source_vocabulary} and {target_vocabulary} ids)"
+            )
+        self.pad_id = pad_id
+        self.source_embedding = TokenEmbedding(
+            source_vocabulary, encoder.dim, dropout=dropout, max_length=max_length
+        )
+        self.target_embedding = TokenEmbedding(
+            target_vocabulary, decoder.dim, dropout=dropout, max_length=max_length
+        )
+        self.encoder = encoder
+        self.decoder = decoder
+        self.head = nn.Linear(decoder.dim, target_vocabulary)
+        initialise(self)
+
+    def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Source ids (B, S) -> memory (B, S, D) and its padding mask (B, 1, S), True at real tokens."""
+        mask = (source != self.pad_id)[:, None]  # (B, 1, S)
+        return self.encoder(self.source_embedding(source), mask), mask
+
+    def decode(self, target: Tensor, memory: Tensor, memory_mask: Tensor | None = None) -> Tensor:
+        """Target ids (B, N), memory (B, S, D) and its mask -> logits (B, N, V); position n sees ids 0..n only."""
+        mask = (target != self.pad_id)[:, None]  # (B, 1, N)
+        return self.head(self.decoder(self.target_embedding(target), memory, mask, memory_mask))
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Predict the next target token at every position.
+
+        Args:
+            source: ids (B, S), padded with `pad_id`.
+            target: ids (B, N) of the target as far as it is known, padded with `pad_id`.
+
+        Returns:
+            Logits (B, N, V); those at position n are for token n + 1.
+        """
+        return self.decode(target, *self.encode(source))
+
+
+def initialise(model: Transformer) -> None:
+    """Set the first weights of a `Transformer`; encoder and decoder keep those they came with.
+
+    | what              | distribution                                                      |
+    |-------------------|-------------------------------------------------------------------|
+    | token embeddings  | normal, standard deviation D^-0.5 (they are multiplied by D^0.5)  |
+    | head              | Xavier uniform, bias 0                                            |
+    """
+    for embedding in (model.source_embedding.embedding, model.target_embedding.embedding):
+        nn.init.normal_(embedding.weight, std=embedding.embedding_dim**-0.5)
+    nn.init.xavier_uniform_(model.head.weight)
+    nn.init.zeros_(model.head.bias)

@@ -1,0 +1,1 @@
+"""Images to tokens: patch embedding and the Vision Transformer around the encoder of `vit_scratch.transformer`."""

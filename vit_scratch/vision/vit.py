@@ -1,0 +1,210 @@
+"""The Vision Transformer: patches and a class token in front of the package's own `Encoder`, a classifier behind.
+
+Shapes: B batch, C channels, N patches, D model width, K head width. Tokens stand in the order class token (if any),
+registers (if any), patches in reading order.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit_scratch.transformer.encoder import Encoder
+from vit_scratch.transformer.positions import rotation_2d, sinusoids_2d
+from vit_scratch.vision.patch_embedding import PatchEmbedding, Size
+
+POOLINGS = ("class", "mean")
+POSITIONS = ("learned", "sinusoidal", "rotary")
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny_patch4_32": dict(image_size=32, patch_size=4, dim=192, depth=9, heads=3),
+    "small_patch4_32": dict(image_size=32, patch_size=4, dim=384, depth=12, heads=6),
+    "base_patch4_32": dict(image_size=32, patch_size=4, dim=768, depth=12, heads=12),
+    "tiny_patch16_224": dict(image_size=224, patch_size=16, dim=192, depth=12, heads=3),
+    "small_patch16_224": dict(image_size=224, patch_size=16, dim=384, depth=12, heads=6),
+    "base_patch16_224": dict(image_size=224, patch_size=16, dim=768, depth=12, heads=12),
+    "base_patch32_224": dict(image_size=224, patch_size=32, dim=768, depth=12, heads=12),
+    "large_patch16_224": dict(image_size=224, patch_size=16, dim=1024, depth=24, heads=16),
+}
+"""Arguments of `create_vit` by name; those for 224 pixels are the models of the ViT and DeiT papers."""
+
+
+class VisionTransformer(nn.Module):
+    """A Vision Transformer ("An Image is Worth 16x16 Words", section 3.1) around a given encoder.
+
+    Args:
+        encoder: any `Encoder`; its width is the width D of the tokens.
+        image_size: of every image in pixels, a number or (height, width).
+        patch_size: in pixels, likewise; divides the image size.
+        in_channels: number of channels C.
+        num_classes: number of logits; 0 leaves the head out, the output is then the pooled features.
+        pooling: "class" reads the class token; "mean" has none and averages the patches.
+        registers: number of register tokens ("Vision Transformers Need Registers"), without a position.
+        positions: "learned" (one vector for the class token and each patch), "sinusoidal" (2-D, fixed, patches
+            only) or "rotary" (2-D, in every attention, patches only).
+        dropout: probability of dropping an element of the tokens that enter the encoder.
+
+    Attributes:
+        grid: (rows, columns) of patches.
+        num_prefix_tokens: class token and registers.
+        num_features: D.
+
+    Raises:
+        ValueError: the patch does not divide the image, or an unknown pooling or kind of positions.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        image_size: Size = 32,
+        patch_size: Size = 4,
+        in_channels: int = 3,
+        num_classes: int = 10,
+        pooling: str = "class",
+        registers: int = 0,
+        positions: str = "learned",
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        check_choice("pooling", pooling, POOLINGS)
+        check_choice("positions", positions, POSITIONS)
+        self.patch_embedding = PatchEmbedding(image_size, patch_size, in_channels, encoder.dim)
+        self.encoder = encoder
+        self.pooling, self.num_features, self.num_classes = pooling, encoder.dim, num_classes
+        self.grid = self.patch_embedding.grid
+        has_class = pooling == "class"
+        self.num_prefix_tokens = has_class + registers
+
+        self.class_token = nn.Parameter(torch.empty(1, 1, encoder.dim)) if has_class else None
+        self.register_tokens = nn.Parameter(torch.empty(1, registers, encoder.dim)) if registers else None
+        patches = self.grid[0] * self.grid[1]
+        self.positions = None
+        if positions == "learned":
+            self.positions = nn.Parameter(torch.empty(1, has_class + patches, encoder.dim))
+        # Constants are not in the state dict: they follow from the arguments.
+        fixed = sinusoids_2d(self.grid, encoder.dim) if positions == "sinusoidal" else None
+        self.register_buffer("fixed_positions", fixed, persistent=False)
+        cos, sin = None, None
+        if positions == "rotary":
+            cos, sin = rotation_2d(self.grid, encoder.dim // encoder.heads, prefix=self.num_prefix_tokens)
+        self.register_buffer("rotation_cos", cos, persistent=False)
+        self.register_buffer("rotation_sin", sin, persistent=False)
+        self.dropout = nn.Dropout(dropout)
+        self.head: nn.Module = nn.Identity()
+        self.reset_classifier(num_classes)
+        initialise(self)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Images (B, C, height, width) -> the tokens (B, prefix + N, D) that enter the encoder."""
+        x = self.patch_embedding(images)
+        if self.fixed_positions is not None:
+            x = x + self.fixed_positions.to(x.dtype)
+        if self.class_token is not None:
+            x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1)
+        if self.positions is not None:
+            x = x + self.positions
+        if self.register_tokens is not None:
+            at = 0 if self.class_token is None else 1
+            x = torch.cat([x[:, :at], self.register_tokens.expand(len(x), -1, -1), x[:, at:]], dim=1)
+        return self.dropout(x)
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """Images (B, C, height, width) -> encoded tokens (B, prefix + N, D)."""
+        rotation = None if self.rotation_cos is None else (self.rotation_cos, self.rotation_sin)
+        return self.encoder(self.embed(images), rotation=rotation)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Encoded tokens (B, prefix + N, D) -> logits (B, classes), or pooled features (B, D) with `pre_logits`."""
+        x = x[:, 0] if self.pooling == "class" else x[:, self.num_prefix_tokens :].mean(dim=1)
+        return x if pre_logits else self.head(x)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (B, C, height, width) -> logits (B, classes)."""
+        return self.forward_head(self.forward_features(images))
+
+    # The contract of timm's models.
+
+    def get_classifier(self) -> nn.Module:
+        """The head: a linear map from D to the classes, or an identity where there are none."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head by a new one.
+
+        Args:
+            num_classes: number of logits; 0 for none.
+            global_pool: timm's names "token" or "avg" to change the pooling too, None to keep it.
+
+        Raises:
+            ValueError: an unknown pooling, or "token" for a model that has no class token.
+        """
+        if num_classes < 0:
+            raise ValueError(f"num_classes={num_classes} is negative; 0 leaves the head out")
+        if global_pool is not None:
+            check_choice("global_pool", global_pool, ("token", "avg"))
+            if global_pool == "token" and self.class_token is None:
+                raise ValueError("global_pool='token' needs a class token; this model was built with pooling='mean'")
+            self.pooling = {"token": "class", "avg": "mean"}[global_pool]
+        self.num_classes = num_classes
+        like = self.patch_embedding.projection.weight
+        if num_classes:
+            self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+            nn.init.trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+        else:
+            self.head = nn.Identity()
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that are not to decay although they are no biases or norms."""
+        return {"class_token", "register_tokens", "positions"}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each encoder layer in the backward pass: less memory, about a third more time."""
+        self.encoder.gradient_checkpointing = enable
+
+
+def initialise(model: VisionTransformer) -> None:
+    """Set the first weights of a `VisionTransformer`; the encoder keeps those it came with.
+
+    | what                                      | distribution                                                  |
+    |-------------------------------------------|---------------------------------------------------------------|
+    | patch embedding weight                    | normal, variance 1 / (C * P^2): patches of unit variance keep it |
+    | class token, registers, learned positions | normal, standard deviation 0.02                               |
+    | head weight (`reset_classifier`)          | normal, standard deviation 0.02, cut off at 2                 |
+    | biases                                    | 0                                                             |
+    """
+    projection = model.patch_embedding.projection
+    nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
+    nn.init.zeros_(projection.bias)
+    for parameter in (model.class_token, model.register_tokens, model.positions):
+        if parameter is not None:
+            nn.init.normal_(parameter, std=0.02)
+
+
+def create_vit(preset: str, **overrides: Any) -> VisionTransformer:
+    """Build a Vision Transformer and its encoder from one of `PRESETS`.
+
+    Args:
+        preset: a key of `PRESETS`, such as "tiny_patch4_32".
+        overrides: arguments of `VisionTransformer` (all but the encoder) or of `Encoder` that differ from the
+            preset's. `dropout` goes to both; `dim`, `depth` and `heads` describe the encoder.
+
+    Raises:
+        ValueError: an unknown preset or argument, or values that the two classes refuse.
+    """
+    check_choice("preset", preset, tuple(PRESETS))
+    arguments = PRESETS[preset] | overrides
+    vit_names, encoder_names = (
+        {n for n in cls.__init__.__annotations__ if n not in ("encoder", "return")} for cls in (VisionTransformer, Encoder)
+    )
+    for name in arguments:
+        check_choice("argument", name, tuple(sorted(vit_names | encoder_names)))
+    encoder = Encoder(**{n: v for n, v in arguments.items() if n in encoder_names})
+    return VisionTransformer(encoder, **{n: v for n, v in arguments.items() if n in vit_names})
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(choices)}")
