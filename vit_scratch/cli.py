@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from vit_scratch.config import Config, EvaluateConfig, Parser, add_config, build, differences, parse, read
+from vit_scratch.config import Config, EvaluateConfig, Parser, add_config, build, parse
 
 USAGE = """usage: vit-scratch COMMAND ...
 
@@ -33,16 +33,6 @@ def train(arguments: list[str], prog: str) -> int:
     if values.resume and saved.exists() and not values.config:
         values = parse(parser, ["--config", str(saved), *arguments])
     config = build(Config, values)
-    if saved.exists():
-        if not values.resume:
-            raise ValueError(f"--out={out} already holds a run; go on with it with --resume, or choose another --out")
-        changed = differences(read(saved), config)
-        if changed:
-            raise ValueError(
-                f"{out} was started with another configuration, and a run goes on as it began:\n  "
-                + "\n  ".join(f"{k}: {a} then, {b} now" for k, (a, b) in changed.items())
-                + "\nleave these fields alone, or start anew with another --out"
-            )
     from vit_scratch.tasks import classification  # late: it takes seconds, which an error above need not wait for
 
     stopped = classification.train(config, out, resume=values.resume)

@@ -247,17 +247,23 @@ class Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the message, with the nearest valid key where it is about an unknown one, and exit with status 2."""
-        words = [w.strip("'\",:=").lstrip("-").split("=")[0] for w in message.replace("\n", " ").split()]
-        unknown = any(w in message for w in ("not accept", "unrecognized", "ambiguous"))
-        group = next((words[i + 1] for i, w in enumerate(words[:-1]) if w == "Group"), "")
-        known = [name for action in self._actions for name in (action.dest,) if name not in ("help", "config")]
-        near: list[str] = []
-        for word in words if unknown else []:
-            for candidate in (f"{group}.{word}", word):
-                near += difflib.get_close_matches(candidate, known, n=1, cutoff=0.75)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = ""
+        if any(w in message for w in ("not accept", "unrecognized", "ambiguous")):
+            words = [w.strip("'\",:=").lstrip("-").split("=")[0] for w in message.split()]
+            group = f"{words[1]}." if words[0] == "Group" else ""
+            near = next(filter(None, (self.nearest(group, word) for word in reversed(words) if word)), None)
+            hint = f"; did you mean {near}?" if near else ""
         print(f"{self.prog}: error: {message}{hint} ({self.prog} --help lists all fields)", file=sys.stderr)
         raise SystemExit(2)
+
+    def nearest(self, group: str, key: str) -> str | None:
+        """The field whose name is most like an unknown key: in its own section, or in another one."""
+        fields = [a.dest for a in self._actions if a.option_strings and a.dest not in ("help", "print_config")]
+        if close := difflib.get_close_matches(group + key, fields, n=1, cutoff=0.8):
+            return close[0]
+        leaves = {name.rpartition(".")[2]: name for name in reversed(fields)}
+        close = difflib.get_close_matches(key.rpartition(".")[2], list(leaves), n=1, cutoff=0.75)
+        return leaves[close[0]] if close else None
 
 
 T = typing.TypeVar("T")
@@ -278,7 +284,7 @@ def build(cls: type[T], values: Namespace, where: str = "") -> T:
         if dataclasses.is_dataclass(hints[f.name]):
             if not isinstance(value, Namespace):
                 raise ValueError(f"{name}={value!r} is not a section; give it fields of its own, indented, one a line")
-            value = build(hints[f.name], value, name + ".")  # type: ignore[arg-type]
+            value = build(hints[f.name], value, name + ".")
         elif value is None and types.NoneType not in typing.get_args(hints[f.name]):
             raise ValueError(f"{name} has no value; remove the line to use the default ({f.default})")
         arguments[f.name] = value
@@ -342,7 +348,7 @@ def parse(parser: Parser, arguments: list[str]) -> Namespace:
         parser.error(str(error))
 
 
-def read(path: str | Path, overrides: list[str] | None = None, prog: str = "vit-scratch") -> Config:
+def read_config(path: str | Path, overrides: list[str] | None = None, prog: str = "vit-scratch") -> Config:
     """The configuration in a YAML file, with overrides such as ["--train.lr", "1e-4"].
 
     Raises:

@@ -53,7 +53,7 @@ class BatchTransform:
         mean, std: per channel, of pixels from 0 to 1.
         shift: move each image by up to so many pixels each way; what comes in from outside is a reflection.
         flip: mirror half of the images, left to right.
-        erase: probability of erasing a rectangle of an image ("Random Erasing Data Augmentation"), filled with the mean.
+        erase: probability of erasing a rectangle of an image ("Random Erasing Data Augmentation").
         mixup, cutmix: parameter of the Beta distribution of "mixup" and "CutMix", 0 for none; with both, each batch
             takes one of the two.
         num_classes: for MixUp and CutMix, whose labels are probabilities (B, classes).

@@ -5,11 +5,14 @@ Shapes: C channels.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageOps
 
-CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
+Mode = Literal["L", "RGB", "RGBA"]
+
+CHANNELS: dict[Mode, int] = {"L": 1, "RGB": 3, "RGBA": 4}
 """Channels of the modes a model can take: grey, colour, colour with transparency."""
 
 INTERPOLATIONS = {
@@ -19,7 +22,7 @@ INTERPOLATIONS = {
 }
 
 
-def convert_mode(image: Image.Image, mode: str) -> Image.Image:
+def convert_mode(image: Image.Image, mode: Mode) -> Image.Image:
     """Turn an image upright (EXIF) and convert it to `mode`: "L", "RGB" or "RGBA".
 
     16-bit grey is scaled to 8 bits (Pillow's own conversion would cut it off). Where the model takes no transparency,
@@ -54,7 +57,7 @@ class ImageError(ValueError):
     """An image that can't be read; the message names it and says why."""
 
 
-def read(name: str, opener: Callable[[], Image.Image], mode: str) -> Image.Image:
+def read(name: str, opener: Callable[[], Image.Image], mode: Mode) -> Image.Image:
     """Open and convert an image, with one kind of error for all that can be wrong with it.
 
     Args:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2 import functional as F
 
 from vit_scratch.data.augmentation import BatchTransform, seeded
-from vit_scratch.data.images import CHANNELS, ImageError, fit
+from vit_scratch.data.images import CHANNELS, ImageError, Mode, fit
 from vit_scratch.data.sources import ImageSource
 
 Batch = tuple[Tensor, Tensor, int]
@@ -29,7 +29,7 @@ SampleTransform = Callable[[Tensor], Tensor]
 class ImageFormat:
     """How images must look to a model."""
 
-    mode: str
+    mode: Mode
     image_size: tuple[int, int]
     interpolation: str
 
@@ -192,6 +192,7 @@ class MemoryLoader(Loader):
         self.sample_transform = sample_transform
 
     def fetch(self, order: np.ndarray, sample_seeds: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield bytes and labels, gathered on the device."""
         for first in range(0, len(order), self.batch_size):
             index = torch.from_numpy(order[first : first + self.batch_size]).to(self.device, non_blocking=True)
             images = self.images[index]
@@ -234,8 +235,8 @@ class StreamLoader(Loader):
         super().__init__(len(source), batch_size, transform, seed, device)
         self.order = _Order(batch_size)
         self.loader = DataLoader(
-            _Samples(source, form, sample_transform, crops),  # type: ignore[arg-type]  # its index has two parts
-            batch_sampler=self.order,  # type: ignore[arg-type]
+            _Samples(source, form, sample_transform, crops),  # its index has two parts
+            batch_sampler=self.order,
             num_workers=workers,
             collate_fn=_collate,
             persistent_workers=workers > 0,
@@ -243,6 +244,7 @@ class StreamLoader(Loader):
         )
 
     def fetch(self, order: np.ndarray, sample_seeds: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield bytes and labels as the workers deliver them."""
         self.order.entries = list(zip(order.tolist(), sample_seeds.tolist(), strict=True))
         for batch in self.loader:
             if isinstance(batch, str):
@@ -309,7 +311,11 @@ class _Samples(Dataset):
     def __getitem__(self, entry: tuple[int, int]) -> tuple[Tensor, int] | str:
         index, seed = entry
         try:
-            image = F.pil_to_tensor(self.source.read(index, self.form.mode)) if self.crops else self.form(self.source, index)
+            image = (
+                F.pil_to_tensor(self.source.read(index, self.form.mode))
+                if self.crops
+                else self.form(self.source, index)
+            )
         except ImageError as error:
             return str(error)
         if self.transform is not None:

@@ -15,7 +15,7 @@ from sklearn.model_selection import train_test_split
 from torchvision import datasets
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from vit_scratch.data.images import open_file, read
+from vit_scratch.data.images import Mode, open_file, read
 
 Size = tuple[int, int]
 
@@ -35,7 +35,7 @@ class ImageSource:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, index: int, mode: str) -> Image.Image:
+    def read(self, index: int, mode: Mode) -> Image.Image:
         """The image as Pillow image of `mode`. Raises ImageError, which names it, where it can't be read."""
         image = self.images[index]
         if isinstance(image, np.ndarray):
@@ -48,7 +48,7 @@ class ImageSource:
         return ImageSource(images, self.labels[indices])
 
 
-NATIVE = {
+NATIVE: dict[str, tuple[Size, Mode]] = {
     "digits": ((8, 8), "L"),
     "cifar10": ((32, 32), "RGB"),
     "cifar100": ((32, 32), "RGB"),

@@ -5,21 +5,27 @@ Shapes: B batch, C channels.
 
 import json
 import math
-import platform
-import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 
-import vit_scratch
-from vit_scratch.config import Config, DataConfig, EvaluateConfig, build_from_dict, to_dict, to_yaml
+from vit_scratch.config import (
+    Config,
+    DataConfig,
+    EvaluateConfig,
+    ModelConfig,
+    build_from_dict,
+    differences,
+    read_config,
+    to_dict,
+    to_yaml,
+)
 from vit_scratch.data.augmentation import BatchTransform, sample_transform
 from vit_scratch.data.images import CHANNELS
 from vit_scratch.data.loaders import (
@@ -39,9 +45,10 @@ from vit_scratch.training.ema import ExponentialMovingAverage
 from vit_scratch.training.log import Row, RunLog
 from vit_scratch.training.loop import fit
 from vit_scratch.training.optimizer import adamw
+from vit_scratch.training.provenance import versions
 from vit_scratch.training.schedule import warmup_cosine
 from vit_scratch.vision.patch_embedding import as_pair
-from vit_scratch.vision.vit import VisionTransformer, create_vit
+from vit_scratch.vision.vit import VisionTransformer, create_vit, vit_arguments
 
 IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 """Mean and standard deviation of ImageNet's channels, for colour images that are not held in memory."""
@@ -82,11 +89,8 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
     """
     device = pick_device(config.device)
     precision = pick_precision(config.train.precision, device)
-    form = image_format(config)
-    with torch.device("meta"):  # refuses a wrong model in no time, before data are read or downloaded
-        create_vit(**model_arguments(config, form, num_classes=10))
-    states = TrainingStates(out / "states")
-    state, faults = states.load() if resume else (None, [])
+    config, form = resolve(config)
+    states, state, faults = open_run(config, out, resume)
     if config.train.deterministic:
         use_deterministic_algorithms()
 
@@ -99,7 +103,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
     )
     data = prepare(config, dataset, form, device)
     torch.manual_seed(config.seed)
-    arguments = model_arguments(config, form, len(dataset.classes))
+    arguments = model_arguments(config.model, form.image_size, CHANNELS[form.mode], len(dataset.classes))
     model = create_vit(**arguments).to(device)
     updates_per_epoch = math.ceil(len(data.train) / config.train.accumulate)
     updates = config.train.epochs * updates_per_epoch
@@ -208,22 +212,50 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
     return None
 
 
-def image_format(config: Config) -> ImageFormat:
-    """How images must look: as configured, and where that is open as the data set has them."""
-    size, mode = NATIVE[config.data.kind]
+def resolve(config: Config) -> tuple[Config, ImageFormat]:
+    """Fill in what the configuration leaves to the preset and to the data set, and say how images must look.
+
+    Raises:
+        ValueError: a size that is none, or a model that can't be built for it.
+    """
+    size, native_mode = NATIVE[config.data.kind]
+    mode = config.data.mode or native_mode
     if config.data.image_size is not None:
         size = as_pair("data.image_size", config.data.image_size)
-    return ImageFormat(config.data.mode or mode, size, config.data.interpolation)
+    data = replace(config.data, image_size=size, mode=mode)
+    arguments = model_arguments(config.model, size, CHANNELS[mode], num_classes=10)
+    with torch.device("meta"):  # refuses a wrong model in no time, before data are read or downloaded
+        create_vit(**arguments)
+    model = ModelConfig(**{f.name: arguments[f.name] for f in fields(ModelConfig)})
+    return replace(config, data=data, model=model), ImageFormat(mode, size, data.interpolation)
 
 
-def model_arguments(config: Config, form: ImageFormat, num_classes: int) -> dict[str, Any]:
-    """Arguments of `create_vit`: the preset, what the configuration changes, and what the data ask for."""
-    changes = {k: v for k, v in asdict(config.model).items() if v is not None}
-    return changes | {
-        "image_size": list(form.image_size),
-        "in_channels": CHANNELS[form.mode],
-        "num_classes": num_classes,
-    }
+def model_arguments(config: ModelConfig, size: tuple[int, int], channels: int, num_classes: int) -> dict[str, Any]:
+    """All arguments of `create_vit`: the preset's, what the configuration changes, and what the data ask for."""
+    changes = {k: v for k, v in asdict(config).items() if v is not None and k != "preset"}
+    given = changes | {"image_size": list(size), "in_channels": channels, "num_classes": num_classes}
+    return {"preset": config.preset} | vit_arguments(config.preset, **given)
+
+
+def open_run(config: Config, out: Path, resume: bool) -> tuple[TrainingStates, dict[str, Any] | None, list[str]]:
+    """The training states of a run's folder, the newest that can be read, and notes on newer ones that can't.
+
+    Raises:
+        ValueError: the folder holds a run that is not to be resumed, one of another configuration, or only states that
+            can't be read.
+    """
+    states, saved = TrainingStates(out / "states"), out / "config.yaml"
+    if saved.exists() and not resume:
+        raise ValueError(f"--out={out} already holds a run; go on with it with --resume, or choose another --out")
+    if saved.exists():
+        changed = differences(read_config(saved), config)
+        if changed:
+            listed = "".join(f"\n  {k}: {a} then, {b} now" for k, (a, b) in changed.items())
+            raise ValueError(
+                f"{out} was started with another configuration, and a run goes on as it began:{listed}\n"
+                "Leave these fields as they were, or start anew with another --out"
+            )
+    return states, *(states.load() if resume else (None, []))
 
 
 @dataclass
@@ -276,7 +308,7 @@ def prepare(config: Config, dataset: ImageDataset, form: ImageFormat, device: to
         workers=config.data.workers,
         device=device,
     )
-    loaders: list[Loader | None] = []
+    loaders: dict[str, Loader | None] = {}
     for part, source in (("val", dataset.val), ("test", dataset.test)):
         loader = None
         if source is not None:
@@ -290,8 +322,8 @@ def prepare(config: Config, dataset: ImageDataset, form: ImageFormat, device: to
                 workers=config.data.workers,
                 device=device,
             )
-        loaders.append(loader)
-    return Data(train_loader, *loaders, mean, std, [*dataset.notes, *notes])
+        loaders[part] = loader
+    return Data(train_loader, loaders["val"], loaders["test"], mean, std, [*dataset.notes, *notes])
 
 
 def hold_in_memory(data: DataConfig, form: ImageFormat, count: int) -> bool:
@@ -411,7 +443,9 @@ def evaluate(config: EvaluateConfig, checkpoint: Path) -> None:
         dataset.hold_out(data.hold_out, data.split_seed)
     source = dataset.val if config.split == "val" else dataset.test
     if source is None:
-        raise ValueError(f"{data.kind} in {data.root} has no {config.split} images; choose another --split or --data.root")
+        raise ValueError(
+            f"{data.kind} in {data.root} has no {config.split} images; choose another --split or --data.root"
+        )
     in_memory = hold_in_memory(data, form, len(source))
     images, notes = open_part(config.split, source, data, form, in_memory)
     for note in [*dataset.notes, *notes]:
@@ -419,23 +453,9 @@ def evaluate(config: EvaluateConfig, checkpoint: Path) -> None:
     loader = make_loader(
         images, form, config.batch_size, BatchTransform(mean, std), workers=data.workers, device=device
     )
-    folder = Path(config.out) if config.out else path.parent / ("evaluation" if path.stem == "last" else f"evaluation_{path.stem}")
-    if config.split == "val" and not config.out:
-        folder = folder.with_name(f"{folder.name}_val")
+    name = "_".join(["evaluation", *[p for p in (path.stem, config.split) if p not in ("last", "test")]])
+    folder = Path(config.out) if config.out else path.parent / name
     values = report(path, loader, config.split, folder, device)
     if config.json:
         with replacing(Path(config.json)) as temporary:
             temporary.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
-
-
-def versions() -> dict[str, str]:
-    """What a result depends on: versions of this package and its foundations, and the commit in a git checkout."""
-    root = Path(vit_scratch.__file__).parent
-    git = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "vit_scratch": vit_scratch.__version__,
-        "commit": git.stdout.strip() or "unknown",
-        "torch": str(torch.__version__),
-        "torchvision": torchvision.__version__,
-        "python": platform.python_version(),
-    }

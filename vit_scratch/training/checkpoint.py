@@ -115,7 +115,7 @@ class TrainingStates:
         Raises:
             ValueError: there are states, but none can be read.
         """
-        faults = []
+        faults: list[str] = []
         for path in self.paths():
             try:
                 return torch.load(path, map_location="cpu", weights_only=True), faults

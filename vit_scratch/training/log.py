@@ -32,7 +32,9 @@ class RunLog:
         ValueError: TensorBoard is asked for and not installed.
     """
 
-    def __init__(self, folder: Path, *, epochs: int, updates: int, items: str, start: int = 0, tensorboard: bool = False):
+    def __init__(
+        self, folder: Path, *, epochs: int, updates: int, items: str, start: int = 0, tensorboard: bool = False
+    ):
         self.folder, self.epochs, self.updates, self.items = folder, epochs, updates, items
         self.rows: list[Row] = [r for r in read_rows(folder) if r["update"] <= start]
         self.writer: Any = None
@@ -41,7 +43,7 @@ class RunLog:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise ValueError(
-                    "train.tensorboard is true, but TensorBoard is not installed; pip install 'vit-scratch[tensorboard]'"
+                    "train.tensorboard=true needs a package that is missing; pip install 'vit-scratch[tensorboard]'"
                 ) from error
             self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
         self.bar = tqdm(

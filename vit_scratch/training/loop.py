@@ -106,7 +106,9 @@ def fit(
         """Read the recent updates' losses from the device, in one go: each reading makes the device wait."""
         if not pending:
             return
-        losses, corrects, norms = (torch.stack(column).tolist() for column in zip(*(p[:3] for p in pending), strict=True))
+        losses, corrects, norms = (
+            torch.stack(column).tolist() for column in zip(*(p[:3] for p in pending), strict=True)
+        )
         counts = [p[3] for p in pending]
         for back, (value, norm, count) in enumerate(zip(losses, norms, counts, strict=True)):
             if not math.isfinite(value) or not (math.isfinite(norm) or scaler.is_enabled()):

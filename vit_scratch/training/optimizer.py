@@ -1,5 +1,7 @@
 """The optimizer, and which parameters decay."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -15,7 +17,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
         exactly one.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
+    no_weight_decay: Callable[[], set[str]] = getattr(model, "no_weight_decay", set)
+    exempt = no_weight_decay()
     decayed = [n for n, p in named.items() if p.dim() >= 2 and n not in exempt]
     rest = [n for n in named if n not in set(decayed)]
     return [

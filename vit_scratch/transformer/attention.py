@@ -61,7 +61,7 @@ def expand_mask(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -
     """
     if mask.dtype != torch.bool:
         raise ValueError(
-            f'mask has dtype {mask.dtype}; it must be torch.bool with True meaning "may attend" (mask != 0 converts 0/1)'
+            f'mask has dtype {mask.dtype}; it must be torch.bool, True meaning "may attend" (mask != 0 converts 0/1)'
         )
     if mask.dim() == 2:
         as_pairs, as_padding = mask.shape == (queries, keys), mask.shape == (batch, keys)

@@ -35,6 +35,7 @@ class DropPath(nn.Module):
         return x * (mask.to(x.dtype) / keep)
 
     def extra_repr(self) -> str:
+        """What `print` shows."""
         return f"probability={self.probability:.3f}"
 
 

@@ -67,12 +67,8 @@ class Transformer(nn.Module):
                 f"pad_id={pad_id} is not an id of both vocabularies ({source_vocabulary} and {target_vocabulary} ids)"
             )
         self.pad_id = pad_id
-        self.source_embedding = TokenEmbedding(
-            source_vocabulary, encoder.dim, dropout=dropout, max_length=max_length
-        )
-        self.target_embedding = TokenEmbedding(
-            target_vocabulary, decoder.dim, dropout=dropout, max_length=max_length
-        )
+        self.source_embedding = TokenEmbedding(source_vocabulary, encoder.dim, dropout=dropout, max_length=max_length)
+        self.target_embedding = TokenEmbedding(target_vocabulary, decoder.dim, dropout=dropout, max_length=max_length)
         self.encoder = encoder
         self.decoder = decoder
         self.head = nn.Linear(decoder.dim, target_vocabulary)

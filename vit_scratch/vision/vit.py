@@ -4,6 +4,7 @@ Shapes: B batch, C channels, N patches, D model width, K head width. Tokens stan
 registers (if any), patches in reading order.
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -170,16 +171,32 @@ def initialise(model: VisionTransformer) -> None:
     | what                                      | distribution                                                  |
     |-------------------------------------------|---------------------------------------------------------------|
     | patch embedding weight                    | normal, variance 1 / (C * P^2): patches of unit variance keep it |
-    | class token, registers, learned positions | normal, standard deviation 0.02                               |
+    | class token, registers                    | normal, standard deviation 0.02                               |
+    | learned positions                         | normal, standard deviation 0.5: a quarter of a patch's        |
+    |                                           | variance, so that they count from the first update (LOG.md)   |
     | head weight (`reset_classifier`)          | normal, standard deviation 0.02, cut off at 2                 |
     | biases                                    | 0                                                             |
     """
     projection = model.patch_embedding.projection
     nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
     nn.init.zeros_(projection.bias)
-    for parameter in (model.class_token, model.register_tokens, model.positions):
+    for parameter, std in ((model.class_token, 0.02), (model.register_tokens, 0.02), (model.positions, 0.5)):
         if parameter is not None:
-            nn.init.normal_(parameter, std=0.02)
+            nn.init.normal_(parameter, std=std)
+
+
+def vit_arguments(preset: str, **overrides: Any) -> dict[str, Any]:
+    """All arguments of `VisionTransformer` and its `Encoder`: their defaults, the preset's, and `overrides`.
+
+    Raises:
+        ValueError: an unknown preset or argument.
+    """
+    check_choice("preset", preset, tuple(PRESETS))
+    accepted = {n: p.default for cls in (Encoder, VisionTransformer) for n, p in signature(cls).parameters.items()}
+    del accepted["encoder"]
+    for name in overrides:
+        check_choice("argument", name, tuple(sorted(accepted)))
+    return accepted | PRESETS[preset] | overrides
 
 
 def create_vit(preset: str, **overrides: Any) -> VisionTransformer:
@@ -193,15 +210,10 @@ def create_vit(preset: str, **overrides: Any) -> VisionTransformer:
     Raises:
         ValueError: an unknown preset or argument, or values that the two classes refuse.
     """
-    check_choice("preset", preset, tuple(PRESETS))
-    arguments = PRESETS[preset] | overrides
-    vit_names, encoder_names = (
-        {n for n in cls.__init__.__annotations__ if n not in ("encoder", "return")} for cls in (VisionTransformer, Encoder)
-    )
-    for name in arguments:
-        check_choice("argument", name, tuple(sorted(vit_names | encoder_names)))
-    encoder = Encoder(**{n: v for n, v in arguments.items() if n in encoder_names})
-    return VisionTransformer(encoder, **{n: v for n, v in arguments.items() if n in vit_names})
+    arguments = vit_arguments(preset, **overrides)
+    encoder = Encoder(**{n: arguments[n] for n in signature(Encoder).parameters})
+    names = [n for n in signature(VisionTransformer).parameters if n != "encoder"]
+    return VisionTransformer(encoder, **{n: arguments[n] for n in names})
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

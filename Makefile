@@ -1,0 +1,25 @@
+# `make demo` and `make test` need nothing but Python 3.10 or newer; both make .venv first.
+PYTHON ?= python3
+
+.PHONY: demo test lint clean
+
+.venv/done: setup.cfg pyproject.toml vit_scratch/__init__.py
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: .venv/done
+	rm -rf runs/digits
+	.venv/bin/python train.py --config configs/digits.yaml --out runs/digits
+	.venv/bin/python evaluate.py runs/digits
+
+test: .venv/done
+	.venv/bin/python -m pytest
+
+lint: .venv/done
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+clean:
+	rm -rf .venv runs/digits
