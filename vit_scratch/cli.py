@@ -1,7 +1,7 @@
 """The command `vit-scratch train | evaluate`, which `train.py` and `evaluate.py` call too.
 
 Exit status: 0 when done; 2 for input that can't work, before any work is done; 1 for what goes wrong later; 128 + the
-signal's number when stopped by a signal.
+signal's number when stopped by a signal. With VIT_SCRATCH_TRACEBACK=1 in the environment errors show where they arose.
 """
 
 import os
@@ -81,5 +81,5 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
         status, message = 1, str(error)
     except KeyboardInterrupt:
         status, message = 130, "interrupted"
-    print(f"{prog}: error: {message} (VIT_SCRATCH_TRACEBACK=1 shows where)", file=sys.stderr)
+    print(f"{prog}: error: {message}", file=sys.stderr)
     return status

@@ -245,9 +245,14 @@ class EvaluateConfig:
 class Parser(ArgumentParser):
     """A parser whose errors are one sentence, name the nearest valid key, and end with exit status 2."""
 
+    def __init__(self, **arguments: Any):
+        super().__init__(allow_abbrev=False, **arguments)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the message, with the nearest valid key where it is about an unknown one, and exit with status 2."""
         hint = ""
+        if message.startswith("Unexpected config"):
+            message = "the configuration file holds no fields; expected are sections such as `train:` with fields below"
         if any(w in message for w in ("not accept", "unrecognized", "ambiguous")):
             words = [w.strip("'\",:=").lstrip("-").split("=")[0] for w in message.split()]
             group = f"{words[1]}." if words[0] == "Group" else ""
@@ -293,7 +298,7 @@ def build(cls: type[T], values: Namespace, where: str = "") -> T:
 
 def build_from_dict(cls: type[T], values: dict[str, Any]) -> T:
     """A configuration from what `to_dict` made of it, checked like one from a file. Raises ValueError."""
-    parser = Parser(prog="vit-scratch", exit_on_error=False)
+    parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(cls, None)
     try:
         return build(cls, parser.parse_object(values))

@@ -72,7 +72,10 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except (SafetensorError, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file ({error})") from error
     if not isinstance(description, dict):
-        raise ValueError(f"{path} holds weights, but was not written by vit_scratch: its header does not describe them")
+        first = ", ".join(list(weights)[:3])
+        raise ValueError(
+            f"{path} was not written by vit_scratch: its header does not describe the {len(weights)} tensors in it ({first})"
+        )
     return weights, description
 
 

@@ -1,0 +1,348 @@
+"""Checks augmentation against slow references by hand, image by image, and that it is a function of its seed."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vit_scratch.data.augmentation import BatchTransform, erase, sample_transform, seeded, shift_and_flip
+from vit_scratch.tasks.classification import smoothed_cross_entropy
+
+
+def random_bytes(*shape, seed=0):
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+def reference_shift_and_flip(images, shift, flip):
+    """Pad by reflection, cut out, mirror: one image after the other, with the draws that the function makes."""
+    batch, _, height, width = images.shape
+    down = torch.randint(-shift, shift + 1, (batch, 1)).flatten().tolist()
+    right = torch.randint(-shift, shift + 1, (batch, 1)).flatten().tolist()
+    mirrored = (torch.rand(batch, 1) < 0.5).flatten().tolist() if flip else [False] * batch
+    out = []
+    for image, dy, dx, mirror in zip(images.numpy(), down, right, mirrored, strict=True):
+        padded = np.pad(image, ((0, 0), (shift, shift), (shift, shift)), mode="reflect")
+        cut = padded[:, shift + dy : shift + dy + height, shift + dx : shift + dx + width]
+        out.append(cut[:, :, ::-1] if mirror else cut)
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize(("height", "width", "shift"), [(8, 8, 2), (5, 9, 4), (32, 32, 4), (7, 3, 2), (6, 6, 0)])
+@pytest.mark.parametrize("flip", [False, True])
+def test_shift_and_flip_equals_the_reference(channels, height, width, shift, flip):
+    images = random_bytes(23, channels, height, width)
+    for seed in range(3):
+        with seeded(seed):
+            result = shift_and_flip(images, shift, flip)
+        with seeded(seed):
+            expected = reference_shift_and_flip(images, shift, flip)
+        np.testing.assert_array_equal(result.numpy(), expected)
+
+
+@pytest.mark.parametrize(("side", "shift"), [(4, 4), (4, 9), (1, 1), (2, 3)])
+def test_a_shift_as_large_as_the_image_is_refused_or_reflects_again(side, shift):
+    images = random_bytes(50, 2, side, side)
+    for seed in range(5):
+        try:
+            with seeded(seed):
+                result = shift_and_flip(images, shift, True)
+        except ValueError as error:
+            assert str(shift) in str(error)  # noqa: PT017
+            continue
+        with seeded(seed):
+            expected = reference_shift_and_flip(images, shift, True)
+        np.testing.assert_array_equal(result.numpy(), expected)
+
+
+def test_all_offsets_and_both_mirrorings_are_reached():
+    image = torch.arange(49, dtype=torch.uint8).view(1, 1, 7, 7)
+    with seeded(0):
+        result = shift_and_flip(image.expand(2000, -1, -1, -1), 2, True)
+    centres, left_neighbours = result[:, 0, 3, 3].long(), result[:, 0, 3, 2].long()
+    offsets = {
+        (c // 7 - 3, c % 7 - 3, mirrored)
+        for c, mirrored in zip(*(x.tolist() for x in (centres, left_neighbours > centres)), strict=True)
+    }
+    assert offsets == {(y, x, m) for y in range(-2, 3) for x in range(-2, 3) for m in (False, True)}
+    assert 900 < (left_neighbours > centres).sum() < 1100
+
+
+def test_no_shift_and_no_flip_changes_nothing():
+    images = random_bytes(5, 3, 6, 6)
+    assert torch.equal(shift_and_flip(images, 0, False), images)
+
+
+def test_the_images_of_a_batch_draw_for_themselves():
+    images = random_bytes(1, 3, 8, 8).expand(64, -1, -1, -1)
+    with seeded(0):
+        moved = shift_and_flip(images, 2, False)
+    with seeded(0):
+        mirrored = shift_and_flip(images, 0, True)
+    with seeded(0):
+        erased = erase(images.float() + 1, 1.0)
+    assert len(moved.flatten(1).unique(dim=0)) > 15
+    assert len(mirrored.flatten(1).unique(dim=0)) == 2
+    assert len(erased.flatten(1).unique(dim=0)) > 50
+
+
+def rectangles(images):
+    """(top, left, height, width) of the zeros of each image, None where there are none; they must fill it."""
+    found = []
+    for image in images:
+        zero = (image == 0).all(0)
+        assert torch.equal(zero, (image == 0).any(0))
+        if not zero.any():
+            found.append(None)
+            continue
+        rows, columns = zero.any(1).nonzero().flatten(), zero.any(0).nonzero().flatten()
+        top, left, bottom, right = rows[0].item(), columns[0].item(), rows[-1].item() + 1, columns[-1].item() + 1
+        assert zero[top:bottom, left:right].all()
+        assert zero.sum() == (bottom - top) * (right - left)
+        found.append((top, left, bottom - top, right - left))
+    return found
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (40, 20)])
+def test_erased_are_rectangles_of_the_right_area_and_shape(height, width):
+    images = random_bytes(2000, 2, height, width).float() + 1
+    with seeded(1):
+        erased = erase(images, 1.0)
+    kept = erased != 0
+    assert torch.equal(erased[kept], images[kept])
+    shares = []
+    for rectangle in rectangles(erased):
+        _, _, h, w = rectangle
+        # Sides are rounded to whole pixels, and end at the image's.
+        assert (h - 0.5) * (w - 0.5) <= 0.33 * height * width
+        assert (h + 0.5) * (w + 0.5) >= 0.02 * height * width
+        assert w == width or (h - 0.5) / (w + 0.5) <= 3.3
+        assert h == height or (h + 0.5) / (w - 0.5) >= 0.3
+        shares.append(h * w / height / width)
+    if height == width:
+        assert np.mean(shares) == pytest.approx(0.175, abs=0.01)
+        assert min(shares) < 0.03
+        assert max(shares) > 0.31
+    covered = ~kept.all(1)
+    for row in (0, -1):
+        for column in (0, -1):
+            assert covered[:, row, column].any()
+
+
+@pytest.mark.parametrize(("probability", "low", "high"), [(0.0, 0, 0), (0.25, 440, 560), (1.0, 2000, 2000)])
+def test_erasing_has_its_probability(probability, low, high):
+    with seeded(0):
+        erased = erase(torch.ones(2000, 1, 8, 8), probability)
+    assert low <= sum(r is not None for r in rectangles(erased)) <= high
+
+
+def test_normalisation_by_hand():
+    images = torch.tensor([0, 51, 255, 102], dtype=torch.uint8).view(1, 2, 1, 2)
+    x, labels = BatchTransform([0.5, 0.2], [0.25, 0.4])(images, torch.tensor([3]))
+    assert x.dtype == torch.float32
+    torch.testing.assert_close(x.flatten(), torch.tensor([-2.0, -1.2, 2.0, 0.5]), rtol=1e-6, atol=1e-6)
+    assert labels.tolist() == [3]
+
+
+def test_erasing_comes_after_normalisation():
+    transform = BatchTransform([0.5], [0.25], erase=1.0)
+    x, _ = transform(torch.full((50, 1, 8, 8), 255, dtype=torch.uint8), torch.zeros(50, dtype=torch.long), seed=2)
+    assert sorted(x.unique().tolist()) == [0.0, 2.0]
+    assert None not in rectangles(x)
+
+
+def mixed(kind, batch, seed, size=8):
+    """Images and labels before and after MixUp or CutMix, each image of its own class."""
+    images = random_bytes(batch, 3, size, size, seed=seed)
+    plain = BatchTransform([0.5] * 3, [0.25] * 3)(images, torch.arange(batch))[0]
+    transform = BatchTransform([0.5] * 3, [0.25] * 3, **{kind: 1.0}, num_classes=max(batch, 2))
+    return plain, *transform(images, torch.arange(batch), seed)
+
+
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+@pytest.mark.parametrize("batch", [1, 2, 7, 16])
+def test_mixed_labels_are_probabilities_of_the_two_images_they_name(kind, batch):
+    for seed in range(10):
+        plain, x, y = mixed(kind, batch, seed)
+        other = plain.roll(1, 0)
+        assert y.shape == (batch, max(batch, 2))
+        torch.testing.assert_close(y.sum(1), torch.ones(batch), rtol=0, atol=1e-6)
+        own = y[range(batch), range(batch)]
+        before = y[range(batch), [i - 1 for i in range(batch)]] if batch > 1 else 1 - own
+        share = own[0].item() if batch > 1 else 1.0
+        torch.testing.assert_close(own, torch.full((batch,), share), rtol=0, atol=1e-6)
+        torch.testing.assert_close(before, torch.full((batch,), 1 - share), rtol=0, atol=1e-6)
+        if kind == "mixup":
+            torch.testing.assert_close(x, share * plain + (1 - share) * other, rtol=1e-5, atol=1e-5)
+        else:
+            from_own, from_other = (x == plain).all(1), (x == other).all(1)
+            assert (from_own | from_other).all()
+            if batch > 1:
+                assert from_own.float().mean((1, 2)).tolist() == pytest.approx([share] * batch, abs=1e-6)
+
+
+def test_cutmix_puts_in_a_rectangle():
+    seen = set()
+    for seed in range(20):
+        plain, x, _ = mixed("cutmix", 2, seed)
+        (rectangle,) = rectangles((x == plain).all(1, keepdim=True).float()[:1])
+        seen.add(rectangle)
+    assert len(seen) > 10
+
+
+@pytest.mark.parametrize(("kind", "lowest"), [("mixup", 0.1), ("cutmix", 0.5)])  # a rectangle is cut off at the edge
+def test_mixing_shares_vary(kind, lowest):
+    shares = [mixed(kind, 2, seed)[2][0, 0].item() for seed in range(100)]
+    assert min(shares) < lowest
+    assert max(shares) > 0.9
+
+
+def test_with_mixup_and_cutmix_each_batch_takes_one_of_the_two():
+    images, labels = random_bytes(2, 1, 16, 16), torch.arange(2)
+    plain = BatchTransform([0.5], [0.25])(images, labels)[0]
+    transform = BatchTransform([0.5], [0.25], mixup=1.0, cutmix=1.0, num_classes=2)
+    pasted = 0
+    for seed in range(60):
+        x, y = transform(images, labels, seed)
+        pasted += ((x == plain) | (x == plain.roll(1, 0))).all().item()
+        torch.testing.assert_close(y.sum(1), torch.ones(2))
+    assert 15 < pasted < 45
+
+
+FULL = dict(shift=2, flip=True, erase=0.5, mixup=0.4, cutmix=1.0, num_classes=5)
+
+
+def test_a_batch_is_a_function_of_its_seed():
+    images, labels = random_bytes(7, 3, 8, 8), torch.arange(7) % 5
+    transform = BatchTransform([0.5] * 3, [0.25] * 3, **FULL)
+    torch.manual_seed(1)
+    x1, y1 = transform(images, labels, seed=5)
+    torch.manual_seed(2)
+    x2, y2 = transform(images, labels, seed=5)
+    x3, _ = transform(images, labels, seed=6)
+    assert torch.equal(x1, x2)
+    assert torch.equal(y1, y2)
+    assert not torch.equal(x1, x3)
+
+
+def test_the_bytes_of_the_data_set_are_left_alone():
+    images, labels = random_bytes(6, 3, 8, 8), torch.arange(6) % 5
+    kept_images, kept_labels = images.clone(), labels.clone()
+    BatchTransform([0.5] * 3, [0.25] * 3, **FULL)(images, labels, seed=1)
+    assert torch.equal(images, kept_images)
+    assert torch.equal(labels, kept_labels)
+
+
+def test_seeded_restores_the_global_generator_also_after_an_error():
+    torch.manual_seed(11)
+    expected = torch.rand(4)
+    torch.manual_seed(11)
+    with seeded(3):
+        inside = torch.rand(4)
+    with pytest.raises(KeyError), seeded(4):
+        torch.rand(100)
+        raise KeyError
+    assert torch.equal(torch.rand(4), expected)
+    assert torch.equal(inside, torch.rand(4, generator=torch.Generator().manual_seed(3)))
+
+
+def test_a_batch_transform_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    BatchTransform([0.5] * 3, [0.25] * 3, **FULL)(random_bytes(4, 3, 8, 8), torch.arange(4), seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("policy", ["randaugment", "trivialaugment"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_policies_change_images_and_are_functions_of_the_seed(policy, channels):
+    transform = sample_transform((16, 16), policy=policy, magnitude=15)
+    image = random_bytes(channels, 16, 16)
+    results = []
+    for seed in range(30):
+        pair = []
+        for _ in range(2):
+            with seeded(seed):
+                pair.append(transform(image))
+        assert torch.equal(*pair)
+        assert (pair[0].dtype, pair[0].shape) == (torch.uint8, image.shape)
+        results.append(pair[0])
+    assert sum(not torch.equal(r, image) for r in results) > 15
+    assert len(torch.stack(results).flatten(1).unique(dim=0)) > 12
+
+
+def test_a_larger_magnitude_changes_more():
+    image = random_bytes(3, 16, 16)
+    changes = []
+    for magnitude in (1, 25):
+        transform, change = sample_transform((16, 16), policy="randaugment", magnitude=magnitude), 0.0
+        for seed in range(40):
+            with seeded(seed):
+                change += (transform(image).float() - image.float()).abs().mean().item()
+        changes.append(change)
+    assert changes[1] > 1.5 * changes[0]
+
+
+def test_nothing_to_do_to_an_image_is_none():
+    assert sample_transform((8, 8)) is None
+
+
+def test_a_random_crop_keeps_at_least_its_share():
+    # The value is the row in the upper, the column in the lower channel, so that a crop's extent can be read off.
+    lines = torch.arange(0, 240, 4, dtype=torch.uint8)
+    image = torch.stack([lines.view(-1, 1).expand(60, 60), lines.view(1, -1).expand(60, 60)])
+    transform = sample_transform((20, 30), min_crop_area=0.5)
+    areas = []
+    for seed in range(100):
+        with seeded(seed):
+            crop = transform(image)
+        assert crop.shape == (2, 20, 30)
+        rows, columns = crop[0].float(), crop[1].float()
+        # Distance between the middles of the outermost output pixels, taken to the whole crop.
+        height = (rows.max() - rows.min()).item() / 4 * 20 / 19
+        width = (columns.max() - columns.min()).item() / 4 * 30 / 29
+        areas.append(height * width / 3600)
+    assert min(areas) > 0.45
+    assert max(areas) > 0.85
+    assert len({round(a, 3) for a in areas}) > 50
+
+
+class Logits(nn.Module):
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("soft", [False, True])
+def test_label_smoothing_is_applied_once_and_the_loss_summed(smoothing, soft):
+    generator = torch.Generator().manual_seed(0)
+    logits, hard = 3 * torch.randn(9, 5, generator=generator), torch.randint(0, 5, (9,), generator=generator)
+    other = torch.randint(0, 5, (9,), generator=generator)
+    labels = 0.7 * F.one_hot(hard, 5).float() + 0.3 * F.one_hot(other, 5).float() if soft else hard
+    loss, correct = smoothed_cross_entropy(smoothing, Logits(), logits, labels)
+
+    expected, right = 0.0, 0
+    for x, first, second in zip(logits.double().numpy(), hard.tolist(), other.tolist(), strict=True):
+        log_probability = x - x.max() - np.log(np.exp(x - x.max()).sum())
+        target = np.zeros(5)
+        target[first] += 0.7 if soft else 1.0
+        target[second] += 0.3 if soft else 0.0
+        expected -= (((1 - smoothing) * target + smoothing / 5) * log_probability).sum()
+        right += int(x.argmax() == first)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert correct.item() == right
+    assert not correct.is_floating_point()
+
+
+def test_mixed_batches_train_with_odd_sizes():
+    transform = BatchTransform([0.5] * 3, [0.25] * 3, mixup=0.8, cutmix=1.0, num_classes=5)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 5))
+    for batch in (1, 7):
+        x, y = transform(random_bytes(batch, 3, 8, 8), torch.arange(batch) % 5, seed=batch)
+        loss, correct = smoothed_cross_entropy(0.1, model, x, y)
+        loss.backward()
+        probability = model(x).double().log_softmax(1)
+        target = 0.9 * y.double() + 0.02
+        assert loss.item() == pytest.approx(-(target * probability).sum().item(), rel=1e-5)
+        assert 0 <= correct.item() <= batch
+        assert model[1].weight.grad.abs().sum() > 0

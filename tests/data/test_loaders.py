@@ -1,0 +1,335 @@
+"""Checks the loaders: which images come when, bit-identical batches from memory, files and workers, and faults by name."""
+
+import gc
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit_scratch.data.augmentation import BatchTransform, sample_transform
+from vit_scratch.data.images import ImageError
+from vit_scratch.data.loaders import (
+    HeldImages,
+    ImageFormat,
+    MemoryLoader,
+    StreamLoader,
+    channel_statistics,
+    make_loader,
+    open_images,
+    seeds,
+)
+from vit_scratch.data.sources import ImageSource
+
+CPU = torch.device("cpu")
+FORM = ImageFormat("RGB", (6, 5), "bicubic")
+COUNT, BATCH = 23, 5
+KINDS = ["memory", "stream", "workers"]
+
+
+class Noise:
+    """A transform whose every draw can be told from every other."""
+
+    def __call__(self, image):
+        return torch.randint(0, 256, image.shape, dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A source of files; the first pixel's red is the number of the image, its label the number modulo 4."""
+    folder = tmp_path_factory.mktemp("images")
+    generator, paths = np.random.default_rng(0), []
+    for number in range(COUNT):
+        pixels = generator.integers(0, 256, (6, 5, 3)).astype(np.uint8)
+        pixels[0, 0, 0] = number
+        paths.append(str(folder / f"{number:02}.png"))
+        Image.fromarray(pixels).save(paths[-1])
+    return ImageSource(paths, [number % 4 for number in range(COUNT)])
+
+
+def plain(**augment):
+    """From bytes to the same numbers as floats."""
+    return BatchTransform([0.0] * 3, [1 / 255] * 3, **augment)
+
+
+AUGMENT = dict(shift=2, flip=True, erase=0.5, mixup=0.8, cutmix=1.0, num_classes=4)
+
+
+def loader_of(kind, source, transform=None, **options):
+    held = open_images(source, FORM, in_memory=kind == "memory", skip_broken=False)[0]
+    workers = 2 if kind == "workers" else 0
+    return make_loader(held, FORM, BATCH, transform or plain(), workers=workers, device=CPU, **options)
+
+
+def numbers(batches):
+    """The numbers of the images in each batch."""
+    return [x[:, 0, 0, 0].round().int().tolist() for x, _, _ in batches]
+
+
+def equal(first, second):
+    first, second = list(first), list(second)
+    return len(first) == len(second) and all(
+        torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and a[2] == b[2] for a, b in zip(first, second, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_holds_every_image_once_with_its_label_and_pixels(files, kind):
+    loader = loader_of(kind, files, seed=3)
+    assert isinstance(loader, MemoryLoader if kind == "memory" else StreamLoader)
+    for epoch in range(2):
+        batches = list(loader.batches(epoch))
+        assert [count for _, _, count in batches] == [len(x) for x, _, _ in batches] == [5, 5, 5, 5, 3]
+        assert len(loader) == 5
+        order = sum(numbers(batches), [])
+        assert sorted(order) == list(range(COUNT))
+        assert torch.cat([y for _, y, _ in batches]).tolist() == [number % 4 for number in order]
+        for pixels, number in zip(torch.cat([x for x, _, _ in batches]), order, strict=True):
+            expected = np.asarray(files.read(number, "RGB")).astype(np.float32)
+            np.testing.assert_allclose(pixels.permute(1, 2, 0), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_is_a_function_of_seed_and_epoch(files, kind):
+    loader = loader_of(kind, files, seed=3)
+    orders = [numbers(loader.batches(epoch)) for epoch in (0, 1, 2, 0)]
+    assert orders[0] == orders[3]
+    assert len({str(order) for order in orders}) == 3
+    assert orders[0] == numbers(loader_of(kind, files, seed=3).batches(0))
+    assert orders[0] != numbers(loader_of(kind, files, seed=4).batches(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_seed_the_order_is_the_given_one_and_two_passes_are_bit_identical(files, kind):
+    loader = loader_of(kind, files)
+    first, second = list(loader.batches()), list(loader.batches(5))
+    assert sum(numbers(first), []) == list(range(COUNT))
+    assert equal(first, second)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_later_start_goes_on_with_the_same_bits(files, kind):
+    loader = loader_of(
+        kind, files, plain(**AUGMENT), seed=1, sample_transform=sample_transform((6, 5), policy="randaugment")
+    )
+    whole = list(loader.batches(4))
+    for start in range(len(loader) + 1):
+        assert equal(loader.batches(4, start), whole[start:])
+
+
+def test_memory_files_and_workers_give_the_same_bits_in_every_epoch(files):
+    steps = sample_transform((6, 5), policy="randaugment")
+    loaders = [loader_of(kind, files, plain(**AUGMENT), seed=7, sample_transform=steps) for kind in KINDS]
+    for epoch in (0, 1, 2, 1):
+        memory, stream, workers = (list(loader.batches(epoch)) for loader in loaders)
+        assert equal(memory, stream)
+        assert equal(memory, workers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_runs_of_one_seed_do_not_depend_on_the_global_generators(files, kind):
+    results = []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        np.random.seed(state)  # noqa: NPY002
+        steps = sample_transform((6, 5), policy="trivialaugment")
+        results.append(list(loader_of(kind, files, plain(**AUGMENT), seed=7, sample_transform=steps).batches(0)))
+    assert equal(*results)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_leave_the_global_generator_alone(files, kind):
+    loader = loader_of(kind, files, plain(**AUGMENT), seed=7, sample_transform=Noise())
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    for epoch in range(2):
+        list(loader.batches(epoch))
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_draws_of_images_never_repeat_across_workers_and_epochs(files, kind):
+    loader = loader_of(kind, files, seed=0, sample_transform=Noise())
+    drawn = torch.cat([x for epoch in range(4) for x, _, _ in loader.batches(epoch)]).flatten(1)
+    assert len(drawn.unique(dim=0)) == 4 * COUNT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_draws_of_batches_never_repeat_across_epochs(files, kind):
+    loader = loader_of(kind, files, plain(mixup=1.0, num_classes=4), seed=0)
+    shares = []
+    for epoch in range(4):
+        for _, labels, _ in loader.batches(epoch):
+            values = [v for v in labels.flatten().tolist() if 0 < v < 1]
+            shares.append(round(max(values), 6))
+    assert len(set(shares)) == 4 * len(loader)
+
+
+def test_seeds_are_a_function_of_all_of_the_entropy_and_do_not_repeat():
+    drawn = [seeds(100, seed, epoch, part).tolist() for seed in (0, 1) for epoch in (0, 1) for part in (1, 2)]
+    assert len(set(sum(drawn, []))) == 800
+    assert seeds(100, 1, 1, 2).tolist() == drawn[-1]
+
+
+@pytest.mark.parametrize("batch", [1, 4, 23, 100])
+def test_the_last_batch_holds_what_is_left(files, batch):
+    held = open_images(files, FORM, in_memory=True, skip_broken=False)[0]
+    loader = MemoryLoader(held, batch, plain(), seed=0, device=CPU)
+    sizes = [count for _, _, count in loader.batches(0)]
+    assert sizes == {1: [1] * 23, 4: [4] * 5 + [3], 23: [23], 100: [23]}[batch]
+    assert len(loader) == len(sizes)
+
+
+def test_a_crop_in_the_worker_gets_the_image_in_its_own_size(tmp_path):
+    pixels = np.zeros((20, 40, 3), np.uint8)
+    pixels[:, :10] = 255  # lies outside of what `fit` keeps
+    Image.fromarray(pixels).save(tmp_path / "wide.png")
+    source = ImageSource([str(tmp_path / "wide.png")], [0])
+    seen = []
+
+    def record(image):
+        seen.append(tuple(image.shape))
+        return image[:, :6, :5]
+
+    def run(crops):
+        loader = StreamLoader(source, FORM, 1, plain(), sample_transform=record, crops=crops, seed=0, device=CPU)
+        return next(loader.batches(0))[0]
+
+    assert run(True).max() == pytest.approx(255)
+    assert run(False).max() == pytest.approx(0)
+    assert seen == [(3, 20, 40), (3, 6, 5)]
+
+
+def test_images_are_converted_to_the_mode_and_size_of_the_model(tmp_path):
+    Image.new("RGBA", (10, 12), (10, 20, 30, 51)).save(tmp_path / "a.png")
+    Image.fromarray(np.full((12, 10), 257 * 9, np.uint16)).save(tmp_path / "b.png")
+    source = ImageSource([str(tmp_path / "a.png"), str(tmp_path / "b.png")], [0, 1])
+    held = open_images(source, FORM, in_memory=True, skip_broken=False)[0]
+    assert held.images.shape == (2, 3, 6, 5)
+    assert held.images[0].flatten(1).T.unique(dim=0).tolist() == [[206, 208, 210]]
+    assert held.images[1].unique().tolist() == [9]
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory, files):
+    """The files of `files`, of which 3 is truncated and 11 is no image."""
+    folder = tmp_path_factory.mktemp("broken")
+    paths = []
+    for number, path in enumerate(files.images):
+        with open(path, "rb") as file:
+            data = file.read()
+        data = {3: data[: len(data) // 2], 11: b"text"}.get(number, data)
+        paths.append(str(folder / f"{number:02}.png"))
+        (folder / f"{number:02}.png").write_bytes(data)
+    return ImageSource(paths, files.labels)
+
+
+def test_reading_into_memory_names_all_broken_images_before_any_work(broken):
+    with pytest.raises(ImageError, match="2 of 23 images can't be read") as caught:
+        open_images(broken, FORM, in_memory=True, skip_broken=False)
+    message = str(caught.value)
+    assert broken.images[3] in message
+    assert broken.images[11] in message
+    assert broken.images[4] not in message
+    assert "--data.skip_broken true" in message
+
+
+def test_of_many_broken_images_five_are_shown_and_the_rest_counted(tmp_path):
+    paths = [str(tmp_path / f"{i}.png") for i in range(8)]
+    for path in paths:
+        with open(path, "w") as file:
+            file.write("text")
+    with pytest.raises(ImageError, match="8 of 8 images") as caught:
+        open_images(ImageSource(paths, [0] * 8), FORM, in_memory=True, skip_broken=False)
+    assert sum(path in str(caught.value) for path in paths) == 5
+    assert "and 3 more" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["stream", "workers"])
+def test_a_broken_image_stops_the_epoch_by_name_and_without_a_traceback(broken, kind):
+    loader = loader_of(kind, broken)
+    delivered = []
+    with pytest.raises(ImageError, match="03.png") as caught:
+        for batch in loader.batches():
+            delivered.append(batch)
+    assert delivered == []
+    message = str(caught.value)
+    assert broken.images[3] in message
+    assert "--data.skip_broken true" in message
+    assert "Traceback" not in message
+    assert "Caught" not in message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_skipping_leaves_out_exactly_the_broken_images(broken, kind):
+    images, faults = open_images(broken, FORM, in_memory=kind == "memory", skip_broken=True)
+    assert len(faults) == 2
+    assert broken.images[3] in faults[0]
+    assert broken.images[11] in faults[1]
+    workers = 2 if kind == "workers" else 0
+    batches = list(make_loader(images, FORM, BATCH, plain(), workers=workers, device=CPU).batches())
+    kept = [number for number in range(COUNT) if number not in (3, 11)]
+    assert sum(numbers(batches), []) == kept
+    assert torch.cat([y for _, y, _ in batches]).tolist() == [number % 4 for number in kept]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_skipping_where_nothing_is_broken_changes_nothing(files, kind):
+    images, faults = open_images(files, FORM, in_memory=kind == "memory", skip_broken=True)
+    assert faults == []
+    assert equal(make_loader(images, FORM, BATCH, plain(), device=CPU).batches(), loader_of(kind, files).batches())
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_channel_statistics_equal_numpys(channels):
+    images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (11, channels, 6, 5)).astype(np.uint8))
+    mean, std = channel_statistics(images)
+    scaled = images.numpy().astype(np.float64) / 255
+    np.testing.assert_allclose(mean, scaled.mean((0, 2, 3)), rtol=1e-12)
+    np.testing.assert_allclose(std, scaled.std((0, 2, 3)), rtol=1e-12)
+
+
+def test_a_channel_that_never_changes_has_a_deviation_to_divide_by():
+    images = torch.stack([torch.full((4, 3, 3), 51), torch.arange(36).view(4, 3, 3)], 1).to(torch.uint8)
+    mean, std = channel_statistics(images)
+    assert mean[0] == pytest.approx(0.2)
+    assert std[0] == 1 / 255
+    x, _ = BatchTransform(mean, std)(images, torch.zeros(4))
+    assert x.isfinite().all()
+    assert x[:, 0].abs().max() < 1e-4
+
+
+def test_normalised_training_images_have_mean_0_and_deviation_1(files):
+    held = open_images(files, FORM, in_memory=True, skip_broken=False)[0]
+    loader = MemoryLoader(held, 100, BatchTransform(*channel_statistics(held.images)), device=CPU)
+    ((x, _, _),) = loader.batches()
+    torch.testing.assert_close(x.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-5)
+    torch.testing.assert_close(x.std((0, 2, 3), correction=0), torch.ones(3), rtol=0, atol=1e-5)
+
+
+def test_everything_a_worker_needs_can_be_pickled(files):
+    steps = sample_transform((6, 5), min_crop_area=0.5, policy="randaugment")
+    loader = StreamLoader(files, FORM, BATCH, plain(), sample_transform=steps, seed=0, workers=2, device=CPU)
+    samples = loader.loader.dataset
+    copy = pickle.loads(pickle.dumps(samples))
+    image, label = copy[(6, 99)]
+    assert torch.equal(image, samples[(6, 99)][0])
+    assert label == 2
+    for part in (loader.loader.collate_fn, loader.loader.batch_sampler, loader.transform, FORM, files):
+        pickle.dumps(part)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_start_anew_give_the_same_bits(files, method):
+    steps = sample_transform((6, 5), policy="randaugment")
+    expected = list(loader_of("memory", files, seed=2, sample_transform=steps).batches(0))
+    loader = StreamLoader(files, FORM, BATCH, plain(), sample_transform=steps, seed=2, workers=1, device=CPU)
+    loader.loader.multiprocessing_context = method
+    assert equal(loader.batches(0), expected)
+    del loader
+    gc.collect()
+
+
+def test_held_images_count_themselves():
+    assert len(HeldImages(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.zeros(3))) == 3

@@ -1,0 +1,408 @@
+"""The commands from end to end: train, kill, resume, evaluate, and one clear message for whatever is wrong."""
+
+import csv
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from vit_scratch import cli, create_vit
+from vit_scratch.training import checkpoint
+
+ROOT = Path(__file__).parents[1]
+SMALL = [
+    *("--data.kind", "digits", "--model.patch_size", "4", "--model.dim", "16", "--model.depth", "2"),
+    *("--model.heads", "2", "--model.dropout", "0.1", "--augment.shift", "1", "--augment.flip", "false"),
+    *("--train.epochs", "3", "--train.warmup_epochs", "1", "--train.batch_size", "128", "--device", "cpu"),
+]
+
+
+def run(*arguments: str) -> int:
+    """The exit status of a command, run in this process."""
+    try:
+        return cli.main([str(a) for a in arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    """A command in a process of its own, with as many threads as this one, as sums depend on their number."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def wait_for_state(out: Path, update: int, process: subprocess.Popen) -> None:
+    """Wait until the training state of that update, or a later one, is there."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        if any(int(p.stem[7:]) >= update for p in out.glob("states/update_*.pt")):
+            return
+        assert process.poll() is None, process.stdout.read().decode()  # type: ignore[union-attr]
+        time.sleep(0.01)
+    raise AssertionError(f"no state of update {update} within 120 s")
+
+
+def rows(out: Path) -> list[dict]:
+    """The metrics of a run without those that depend on time."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "items_per_second")} for row in lines]
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    first, second = load_file(a), load_file(b)
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, not to be changed."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    assert run("train", *SMALL, "--train.ema_decay", "0.9", "--out", out) == 0
+    return out
+
+
+def test_a_run_that_was_killed_stopped_and_resumed_ends_like_one_that_was_not(tmp_path: Path) -> None:
+    options = [
+        *(*SMALL, "--train.ema_decay", "0.9", "--augment.mixup", "0.4", "--augment.policy", "randaugment"),
+        *(
+            "--train.accumulate",
+            "2",
+            "--train.batch_size",
+            "16",
+            "--train.epochs",
+            "4",
+            "--train.checkpoint_every",
+            "3",
+        ),
+        *("--data.hold_out", "0.8"),
+    ]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert run("train", *options, "--out", whole) == 0
+
+    killed = start(*options, "--out", str(broken))
+    wait_for_state(broken, 6, killed)
+    killed.kill()
+    killed.wait()
+    assert not (broken / "summary.json").exists()
+
+    stopped = start("--out", str(broken), "--resume")
+    wait_for_state(broken, 30, stopped)
+    stopped.send_signal(signal.SIGTERM)
+    text = stopped.communicate(timeout=60)[0].decode()
+    assert stopped.returncode == 128 + signal.SIGTERM, text
+    assert f"--out {broken} --resume" in text
+    assert not (broken / "summary.json").exists()
+
+    assert run("train", "--out", broken, "--resume") == 0
+    for name in ("last", "best", "ema"):
+        assert same_weights(whole / f"{name}.safetensors", broken / f"{name}.safetensors"), name
+    assert rows(whole) == rows(broken)
+    assert [r["epoch"] for r in rows(broken)] == [1, 2, 3, 4]
+
+
+def test_evaluate_prints_what_the_end_of_training_printed(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = json.loads((trained / "summary.json").read_text())["test"]
+    assert run("evaluate", trained, "--json", trained / "out.json") == 0
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert last_line == f"test accuracy {100 * summary['correct'] / 360:.2f} % ({summary['correct']}/360)"
+    result = json.loads((trained / "out.json").read_text())
+    assert {k: result[k] for k in ("correct", "count", "loss")} == {k: summary[k] for k in ("correct", "count", "loss")}
+    assert sum(map(sum, result["confusion"])) == result["count"] == 360
+    with open(trained / "evaluation" / "confusion_matrix.csv") as file:
+        table = list(csv.reader(file))
+    assert [[int(n) for n in row[1:]] for row in table[1:]] == result["confusion"]
+    assert sum(result["confusion"][i][i] for i in range(10)) == result["correct"]
+
+
+@pytest.mark.parametrize("batch_size", ["1", "7", "512"])
+def test_counts_do_not_depend_on_the_batch_size(trained: Path, tmp_path: Path, batch_size: str) -> None:
+    arguments = ("--batch_size", batch_size, "--json", tmp_path / "r.json", "--out", tmp_path)
+    assert run("evaluate", trained, *arguments) == 0
+    summary = json.loads((trained / "summary.json").read_text())["test"]
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (result["correct"], result["count"]) == (summary["correct"], 360)
+
+
+def test_evaluate_on_held_out_images_repeats_the_last_epoch_s_figure(trained: Path, tmp_path: Path) -> None:
+    arguments = ("--split", "val", "--json", tmp_path / "r.json", "--out", tmp_path)
+    assert run("evaluate", trained / "last.safetensors", *arguments) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["count"] == 144
+    assert result["accuracy"] == rows(trained)[-1]["val_accuracy"]
+    assert run("evaluate", trained / "ema.safetensors", *arguments) == 0
+    assert json.loads((tmp_path / "r.json").read_text())["accuracy"] == rows(trained)[-1]["ema_val_accuracy"]
+
+
+def test_a_run_leaves_everything_that_the_readme_names(trained: Path) -> None:
+    names = {str(p.relative_to(trained)) for p in trained.rglob("*") if p.is_file()}
+    assert names >= {
+        *("config.yaml", "metrics.jsonl", "metrics.csv", "curves.png", "summary.json"),
+        *("last.safetensors", "best.safetensors", "ema.safetensors"),
+        *("evaluation/results.json", "evaluation/confusion_matrix.csv", "evaluation/confusion_matrix.png"),
+        *("evaluation/per_class.csv", "evaluation_ema/results.json"),
+    }
+    assert not [n for n in names if n.endswith(".part")]
+
+
+def test_a_finished_run_is_not_overwritten(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (trained / "last.safetensors").read_bytes()
+    assert run("train", *SMALL, "--out", trained) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert run("train", "--out", trained, "--resume", "--train.lr", "0.5", "--seed", "3") == 2
+    message = capsys.readouterr().err
+    assert "train.lr: 0.001 then, 0.5 now" in message
+    assert "seed: 0 then, 3 now" in message
+    assert run("train", "--out", trained, "--resume") == 0
+    assert (trained / "last.safetensors").read_bytes() == before
+
+
+def test_the_resolved_configuration_is_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", *SMALL, "--train.lr", "2e-3", "--out", tmp_path / "run") == 0
+    saved = (tmp_path / "run" / "config.yaml").read_text()
+    assert saved in capsys.readouterr().out
+    for line in ("  lr: 0.002", "  dim: 16", "  mode: L", "  pooling: class", "  qk_norm: false"):
+        assert line in saved.splitlines()
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    options = [*SMALL, "--train.lr", "1e38", "--train.clip_norm", "0", "--train.checkpoint_every", "1"]
+    assert run("train", *options, "--train.log_every", "1", "--out", out) == 1
+    message = capsys.readouterr().err
+    for part in ("not finite at update", "loss", "learning rate"):
+        assert part in message
+    state, faults = checkpoint.TrainingStates(out / "states").load()
+    assert state is not None
+    assert not faults
+    assert all(torch.isfinite(w).all() for w in state["model"].values())
+
+
+def test_a_full_disk_stops_with_status_1_and_leaves_the_state_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    saves = []
+
+    def save(state: dict, path: Path) -> None:
+        saves.append(path)
+        if len(saves) == 3:
+            path.write_bytes(b"half a fi")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(state, path)
+
+    real = torch.save
+    monkeypatch.setattr(torch, "save", save)
+    assert run("train", *SMALL, "--train.checkpoint_every", "2", "--out", out) == 1
+    message = capsys.readouterr().err
+    assert "No space left on device" in message
+    assert "update_00000004.pt, is intact" in message
+    assert [p.name for p in checkpoint.TrainingStates(out / "states").paths()] == [
+        "update_00000004.pt",
+        "update_00000002.pt",
+    ]
+    assert not list(out.rglob("*.part"))
+    monkeypatch.undo()
+    assert run("train", "--out", out, "--resume") == 0
+
+
+def test_a_damaged_newest_state_is_named_and_the_one_before_it_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run("train", *SMALL, "--train.checkpoint_every", "5", "--out", out) == 0
+    weights = load_file(out / "last.safetensors")
+    newest, before = checkpoint.TrainingStates(out / "states").paths()
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+    capsys.readouterr()
+    assert run("train", "--out", out, "--resume") == 0
+    assert str(newest) in capsys.readouterr().out
+    again = load_file(out / "last.safetensors")
+    assert all(torch.equal(weights[k], again[k]) for k in weights)
+    assert before.exists()
+
+
+def test_a_model_trained_compiled_loads_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def compile_module(module: torch.nn.Module) -> None:
+        compiled.append(module)
+        module._compiled_call_impl = torch.compile(module._call_impl, backend="eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
+    assert run("train", *SMALL, "--out", tmp_path / "plain") == 0
+    assert run("train", *SMALL, "--train.compile", "true", "--out", tmp_path / "compiled") == 0
+    assert len(compiled) == 1
+    assert same_weights(tmp_path / "plain" / "last.safetensors", tmp_path / "compiled" / "last.safetensors")
+
+
+def corrupt(path: Path, trained: Path) -> None:
+    path.write_bytes((trained / "last.safetensors").read_bytes()[:-100])
+
+
+def foreign(path: Path, trained: Path) -> None:
+    save_file({"blocks.0.attn.proj.bias": torch.zeros(3)}, path)
+
+
+def of_another_model(path: Path, trained: Path) -> None:
+    _, description = checkpoint.load_weights(trained / "last.safetensors")
+    weights = create_vit("tiny_patch4_32", dim=16, depth=3, heads=2, image_size=8, in_channels=1).state_dict()
+    checkpoint.save_weights(path, weights, description)
+
+
+def of_another_task(path: Path, trained: Path) -> None:
+    checkpoint.save_weights(path, {"a": torch.zeros(1)}, {"task": "translation"})
+
+
+def no_file(path: Path, trained: Path) -> None:
+    pass
+
+
+def folder(path: Path, trained: Path) -> None:
+    path.mkdir()
+
+
+def pickle(path: Path, trained: Path) -> None:
+    torch.save({"a": torch.zeros(1)}, path)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (corrupt, ["damaged"]),
+        (foreign, ["1 tensors", "blocks.0.attn.proj.bias"]),
+        (of_another_model, ["32 of 32 fit", "12 not of this model (encoder.layers.2.attention"]),
+        (of_another_task, ["translation"]),
+        (no_file, ["does not exist"]),
+        (folder, ["no last.safetensors"]),
+        (pickle, ["no safetensors file"]),
+    ],
+)
+def test_checkpoints_that_cannot_be_used_are_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], make, expected: list[str]
+) -> None:
+    path = tmp_path / "model.safetensors"
+    make(path, trained)
+    assert run("evaluate", path) == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    for part in [*expected, str(path)]:
+        assert part in message
+
+
+def make_images(root: Path, parts: dict[str, dict[str, int]]) -> Path:
+    """An image folder of 8 x 8 images whose classes differ in colour: {part: {class: number of images}}."""
+    random = np.random.default_rng(0)
+    for part, classes in parts.items():
+        for name, count in classes.items():
+            (root / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = random.integers(0, 80, (8, 8, 3), dtype=np.uint8)
+                pixels[..., sorted(classes).index(name) % 3] += 120
+                Image.fromarray(pixels).save(root / part / name / f"{i}.png")
+    return root
+
+
+FOLDERS = [
+    *("--data.kind", "imagefolder", "--data.image_size", "8", "--model.patch_size", "4", "--model.dim", "16"),
+    *("--model.depth", "1", "--model.heads", "2", "--augment.shift", "0", "--train.epochs", "12", "--train.lr", "1e-2"),
+    *("--train.warmup_epochs", "1", "--train.batch_size", "8", "--device", "cpu"),
+]
+
+
+@pytest.mark.parametrize("in_memory", ["true", "false"])
+def test_the_user_s_own_images_train_and_evaluate(tmp_path: Path, in_memory: str) -> None:
+    data = make_images(tmp_path / "data", {"train": {"red": 20, "green": 20}, "test": {"red": 5, "green": 6}})
+    out = tmp_path / "run"
+    assert run("train", *FOLDERS, "--data.root", data, "--data.in_memory", in_memory, "--out", out) == 0
+    result = json.loads((out / "summary.json").read_text())["test"]
+    assert (result["correct"], result["count"]) == (11, 11)
+    assert [(c["class"], c["count"]) for c in result["classes"]] == [("green", 6), ("red", 5)]
+    moved = data.rename(tmp_path / "elsewhere")
+    assert run("evaluate", out) == 2
+    assert run("evaluate", out, "--data.root", moved, "--json", tmp_path / "r.json") == 0
+    assert json.loads((tmp_path / "r.json").read_text())["correct"] == 11
+
+
+def test_class_folders_that_do_not_match_are_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_images(tmp_path / "data", {"train": {"a": 10, "b": 10, "c": 10}, "test": {"a": 2, "c": 3}})
+    arguments = ("train", *FOLDERS, "--data.root", data, "--out", tmp_path / "run")
+    assert run(*arguments) == 2
+    assert "'b'" in capsys.readouterr().err
+    (data / "test" / "d").mkdir()
+    assert run(*arguments) == 2
+    assert "'d'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    (data / "test" / "d").rmdir()
+    assert run(*arguments, "--data.allow_missing_classes", "true") == 0
+    classes = json.loads((tmp_path / "run" / "summary.json").read_text())["test"]["classes"]
+    assert [(c["class"], c["count"], c["accuracy"] is None) for c in classes] == [
+        ("a", 2, False),
+        ("b", 0, True),
+        ("c", 3, False),
+    ]
+
+
+@pytest.mark.parametrize("in_memory", ["true", "false"])
+def test_a_truncated_image_is_named_and_can_be_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], in_memory: str
+) -> None:
+    data = make_images(tmp_path / "data", {"train": {"red": 20, "green": 20}, "test": {"red": 5, "green": 5}})
+    broken = data / "train" / "red" / "7.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    arguments = (
+        *("train", *FOLDERS, "--data.root", data, "--data.in_memory", in_memory, "--data.hold_out", "0"),
+        *("--data.workers", "1", "--train.epochs", "2", "--out", tmp_path / in_memory),
+    )
+    assert run(*arguments) == 2
+    message = capsys.readouterr().err
+    assert str(broken) in message
+    assert "--data.skip_broken true" in message
+    assert "Traceback" not in message
+    again = (*arguments, "--resume") if (tmp_path / in_memory).exists() else arguments
+    assert run(*arguments[:-1], tmp_path / "skipping", "--data.skip_broken", "true") == 0, again
+    text = capsys.readouterr().out
+    assert "39 training images" in text
+    assert str(broken) in text
+
+
+def test_a_model_s_classes_must_be_those_of_the_data(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    data = make_images(tmp_path / "data", {"train": {"a": 3, "b": 3}, "test": {"a": 2, "b": 3}})
+    assert run("evaluate", trained, "--data.kind", "imagefolder", "--data.root", data) == 2
+    assert "no classes of the model" in capsys.readouterr().err
+
+
+def test_without_a_command_or_with_an_unknown_one_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    assert run("trian") == 2
+    assert "no command 'trian'" in capsys.readouterr().err
+
+
+def test_nothing_is_written_before_the_input_is_known_to_be_good(tmp_path: Path) -> None:
+    for wrong in (
+        ["--model.heads", "3"],
+        ["--model.patch_size", "3"],
+        ["--data.hold_out", "0.999"],
+        ["--device", "tpu"],
+    ):
+        assert run("train", *SMALL, *wrong, "--out", tmp_path / "run") == 2
+        assert not (tmp_path / "run").exists()

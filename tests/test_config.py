@@ -1,0 +1,178 @@
+"""Configurations: right types from YAML and the command line, and nothing wrong accepted in silence."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from vit_scratch.config import (
+    FREE_TO_CHANGE,
+    Config,
+    EvaluateConfig,
+    build_from_dict,
+    differences,
+    read_config,
+    to_dict,
+    to_yaml,
+)
+
+ROOT = Path(__file__).parents[1]
+
+
+def write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "config.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def leaves(config: object, where: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for f in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, f.name)
+        found |= leaves(value, f"{where}{f.name}.") if dataclasses.is_dataclass(value) else {where + f.name: value}
+    return found
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.0e-4", "0.0001", "+1e-4"])
+def test_scientific_notation_is_a_number(tmp_path: Path, text: str) -> None:
+    assert read_config(write(tmp_path, f"train:\n  lr: {text}\n")).train.lr == 1e-4
+    assert read_config(write(tmp_path, "seed: 0"), ["--train.lr", text]).train.lr == 1e-4
+
+
+@pytest.mark.parametrize("text", ["false", "False", "no"])
+def test_false_is_off(tmp_path: Path, text: str) -> None:
+    assert read_config(write(tmp_path, f"augment:\n  flip: {text}\n")).augment.flip is False
+    assert read_config(write(tmp_path, "augment:\n  flip: true\n"), ["--augment.flip", text]).augment.flip is False
+
+
+def test_command_line_overrides_file_overrides_default(tmp_path: Path) -> None:
+    path = write(tmp_path, "seed: 3\ntrain:\n  epochs: 7\n  batch_size: 9\n")
+    config = read_config(path, ["--train.epochs", "8"])
+    assert (config.seed, config.train.epochs, config.train.batch_size, config.train.lr) == (3, 8, 9, 1e-3)
+
+
+def test_sizes_may_be_numbers_or_pairs(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, "data:\n  image_size: [24, 48]\nmodel:\n  patch_size: 4\n"))
+    assert (config.data.image_size, config.model.patch_size) == ((24, 48), 4)
+    assert read_config(write(tmp_path, "seed: 0"), ["--data.image_size", "[24, 48]"]).data.image_size == (24, 48)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("train:\n  lrr: 1", [], "train.lr?"),
+        ("lr: 1", [], "train.lr?"),
+        ("trian:\n  lr: 1", [], "'trian.lr'"),
+        ("train:\n  data:\n    kind: fake", [], "'train' does not accept"),
+        ("seed: 0", ["--train.lrr", "1"], "train.lr?"),
+        ("seed: 0", ["--lr=1"], "train.lr?"),
+        ("seed: 0", ["--train.split_seed", "1"], "data.split_seed?"),
+        ("seed: 0", ["--train.epoch", "9"], "train.epochs?"),
+        ("train:\n  lr: abc", [], "train.lr"),
+        ("train:\n  lr: true", [], "train.lr"),
+        ("train:\n  epochs: 1.5", [], "train.epochs"),
+        ("train:\n  compile: 3", [], "train.compile"),
+        ("data:\n  kind: mnist", [], "digits"),
+        ("data:\n  root: [a, b]", [], "data.root"),
+        ("train:\n  betas: [0.9]", [], "train.betas"),
+        ("train: [a", [], "parsing"),
+        ("hello", [], "no fields"),
+        ("", [], "no fields"),
+        ("train:", [], "no fields"),
+        (b"\xff\xfe", [], "utf-8"),
+        ("seed: 0", ["--train.epochs"], "train.epochs"),
+    ],
+)
+def test_wrong_input_exits_with_status_2_and_names_the_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | bytes, overrides: list[str], expected: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        read_config(write(tmp_path, text), overrides)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert expected in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train:\n  lr: null", "train.lr has no value"),
+        ("train:\n  lr:", "train.lr has no value"),
+        ("train: 3", "train=3 is not a section"),
+        ("seed: -1", "seed=-1"),
+        ("train:\n  epochs: 0", "train.epochs=0"),
+        ("train:\n  batch_size: 0", "train.batch_size=0"),
+        ("train:\n  lr: -1.0", "train.lr=-1.0"),
+        ("train:\n  lr: .inf", "train.lr=inf"),
+        ("train:\n  min_lr: 1.0", "train.min_lr=1.0"),
+        ("train:\n  warmup_epochs: 100", "train.warmup_epochs=100"),
+        ("train:\n  ema_decay: 1.0", "train.ema_decay=1.0"),
+        ("train:\n  label_smoothing: 1.0", "train.label_smoothing=1.0"),
+        ("train:\n  betas: [0.9, 1.0]", "train.betas[1]=1.0"),
+        ("data:\n  hold_out: 1.0", "data.hold_out=1.0"),
+        ("data:\n  workers: -1", "data.workers=-1"),
+        ("augment:\n  erase: 1.5", "augment.erase=1.5"),
+        ("augment:\n  magnitude: 31", "augment.magnitude=31"),
+        ("augment:\n  min_crop_area: 0.0", "augment.min_crop_area=0.0"),
+        ("model:\n  dropout: 1.0", "model.dropout=1.0"),
+        ("augment:\n  policy: randaugment\ndata:\n  mode: RGBA", "augment.policy=randaugment"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        read_config(write(tmp_path, text))
+
+
+def test_nan_is_no_number(tmp_path: Path) -> None:
+    with pytest.raises((ValueError, SystemExit)):
+        read_config(write(tmp_path, "train:\n  lr: .nan"))
+
+
+def test_a_configuration_survives_yaml_and_dictionaries(tmp_path: Path) -> None:
+    config = read_config(
+        write(
+            tmp_path,
+            "seed: 5\ndata:\n  image_size: [8, 16]\ntrain:\n  lr: 1e-5\n  min_lr: 1e-7\n  checkpoint_every: 4\n",
+        )
+    )
+    assert read_config(write(tmp_path, to_yaml(config))) == config
+    assert build_from_dict(Config, to_dict(config)) == config
+    assert yaml.safe_load(to_yaml(config))["train"]["lr"] == 1e-5  # a number to plain YAML readers too
+
+
+def test_a_stored_configuration_with_an_unknown_field_is_refused() -> None:
+    with pytest.raises(ValueError, match="lrr"):
+        build_from_dict(Config, {"train": {"lrr": 1.0}})
+
+
+def test_differences_names_changed_fields_and_forgives_those_without_effect(tmp_path: Path) -> None:
+    before = read_config(write(tmp_path, "seed: 0"))
+    now = read_config(write(tmp_path, "seed: 1\ndevice: cpu\ntrain:\n  lr: 0.5\n  log_every: 3\n"))
+    assert differences(before, now) == {"seed": (0, 1), "train.lr": (1e-3, 0.5)}
+    assert set(leaves(before)) >= FREE_TO_CHANGE
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_configurations_are_valid_and_say_how_they_were_measured(path: Path) -> None:
+    read_config(path)
+    header = path.read_text().split("\nmodel:")[0]
+    assert "python train.py --config configs/" + path.name in header
+    assert "seed" in header
+    assert "torch" in header
+
+
+@pytest.mark.parametrize("cls", [Config, EvaluateConfig])
+def test_every_field_is_documented_in_help(cls: type, capsys: pytest.CaptureFixture[str]) -> None:
+    from vit_scratch import cli
+
+    command = {Config: "train", EvaluateConfig: "evaluate"}[cls]
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    for name in leaves(cls()):
+        part = text.split(f"  --{name} ", 1)[1].split("\n  --", 1)[0]
+        words = part.split("(type:")[0].split()
+        assert len(words) >= 4, f"{name} has no explanation: {part}"
