@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+
 from vit_scratch import cli, create_vit
 from vit_scratch.training import checkpoint
 

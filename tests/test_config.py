@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from vit_scratch.config import (
     FREE_TO_CHANGE,
     Config,

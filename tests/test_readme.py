@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from vit_scratch import cli
 
 ROOT = Path(__file__).parents[1]

@@ -72,9 +72,9 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except (SafetensorError, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file ({error})") from error
     if not isinstance(description, dict):
-        first = ", ".join(list(weights)[:3])
         raise ValueError(
-            f"{path} was not written by vit_scratch: its header does not describe the {len(weights)} tensors in it ({first})"
+            f"{path} was not written by vit_scratch: its header does not describe its {len(weights)} tensors "
+            f"({', '.join(list(weights)[:3])}, ...)"
         )
     return weights, description
 
