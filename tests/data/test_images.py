@@ -263,11 +263,10 @@ def test_a_cut_off_exif_block_is_no_other_kind_of_error(tmp_path, ending, length
     path = tmp_path / f"cut.{ending}"
     Image.new("RGB", (3, 2), RED).save(path, exif=b"Exif\0\0" + block[:length])
     try:
-        image = read(str(path), partial(open_file, path), "RGB")
+        outcome = str(sorted(read(str(path), partial(open_file, path), "RGB").size))
     except ImageError as error:
-        assert str(path) in str(error)
-    else:
-        assert image.size in ((3, 2), (2, 3))
+        outcome = str(error)
+    assert outcome == "[2, 3]" or outcome.startswith(f"{path}: ")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Checks the data sets by name: pixels, labels, classes, the split of the training set, and messages for missing data."""
+"""Checks the data sets by name: pixels, labels, classes, the split of the training set, messages for missing data."""
 
 import hashlib
 import pickle

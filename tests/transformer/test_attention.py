@@ -200,6 +200,27 @@ def test_rows_with_nothing_allowed_give_zeros_and_zero_gradients_and_leave_other
         assert (tensor.grad[1] == 0).all()
 
 
+def test_no_kernel_ever_sees_a_row_with_nothing_allowed(monkeypatch):
+    seen, kernel = [], torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, attn_mask, **options):
+        seen.append(attn_mask)
+        return kernel(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    mask = torch.tensor([[True, False, True], [False, False, False], [False, True, False]])
+    MultiHeadAttention(DIM, HEADS)(torch.randn(2, 3, DIM), mask=mask)
+    assert torch.equal(seen[0].squeeze(), torch.tensor([[True, False, True], [True] * 3, [False, True, False]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_readable_path_takes_the_softmax_in_float32(dtype):
+    query, key = torch.randn(1, 2, 5, 4, dtype=dtype), torch.randn(1, 2, 300, 4, dtype=dtype)
+    _, weights = attention(query, key, torch.randn(1, 2, 300, 4))
+    expected = ((query * 0.5) @ key.transpose(-1, -2)).double().softmax(-1)
+    torch.testing.assert_close(weights.double(), expected, atol=1e-7, rtol=1e-5)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_fully_masked_sample_comes_out_of_the_module_as_the_output_bias(fused):
     module = MultiHeadAttention(DIM, HEADS)
@@ -380,6 +401,12 @@ def test_heads_that_do_not_divide_the_width_are_refused_with_the_counts_that_do(
 def test_a_width_without_any_head_count_is_refused(dim):
     with pytest.raises(ValueError, match=f"dim={dim} .* valid head counts: none"):
         check_heads(dim, 2)
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.5])
+def test_a_dropout_that_is_no_probability_is_refused_at_construction(dropout):
+    with pytest.raises(ValueError, match=f"dropout.*{dropout}"):
+        MultiHeadAttention(DIM, HEADS, dropout=dropout)
 
 
 def test_rotation_together_with_a_memory_is_refused():

@@ -144,6 +144,11 @@ def test_layer_scale_multiplies_each_channel_by_its_own_factor():
     torch.testing.assert_close(scale.weight.grad, x.sum(dim=(0, 1)))
 
 
+def test_layer_scale_takes_a_whole_number():
+    x = torch.randn(2, 4, 3)
+    assert torch.equal(LayerScale(3, 2)(x), 2 * x)
+
+
 def test_a_residual_branch_holds_only_what_does_something_in_the_stated_order():
     assert len(residual_branch(DIM, 0.0, 0.0, None)) == 0
     kinds = [type(part) for part in residual_branch(DIM, 0.1, 0.2, 0.3)]
@@ -192,6 +197,13 @@ def test_feed_forward_drops_hidden_units_in_training_only():
 def test_an_unknown_activation_is_refused_with_the_known_ones(build):
     with pytest.raises(ValueError, match="activation='swish' is unknown; choose from gelu, relu"):
         build(DIM, HEADS, activation="swish")
+
+
+@pytest.mark.parametrize("build", [EncoderLayer, DecoderLayer])
+@pytest.mark.parametrize("hidden_dim", [0, -3])
+def test_a_hidden_width_below_one_is_refused(build, hidden_dim):
+    with pytest.raises(ValueError, match=f"hidden_dim={hidden_dim}"):
+        build(DIM, HEADS, hidden_dim=hidden_dim)
 
 
 # Layers and stacks by hand
@@ -614,6 +626,17 @@ def test_every_parameter_of_a_transformer_gets_a_gradient():
     model, (source, target) = build_transformer(), random_tokens()
     F.cross_entropy(model(source, target).flatten(0, 1), target.flatten()).backward()
     check_gradients(model)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_exported_transformer_takes_any_batch(norm_first):
+    model = build_transformer(norm_first).eval()
+    batch = torch.export.Dim("batch")
+    exported = torch.export.export(model, random_tokens(), dynamic_shapes=({0: batch}, {0: batch})).module()
+    for size in (1, 2, 7):
+        source, target = random_tokens(size)
+        source[0, 3:] = 0
+        torch.testing.assert_close(exported(source, target), model(source, target), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("pad_id", [-1, 11, 12, 13])
