@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vit_scratch.transformer.positions import Rotation, rotate
+from vit_scratch.transformer.residual import check_probability
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0):
@@ -108,12 +109,13 @@ class MultiHeadAttention(nn.Module):
     The attribute `fused` (True at first) chooses the path: PyTorch's fused kernels, or `attention` above.
 
     Raises:
-        ValueError: `heads` does not divide `dim`.
+        ValueError: `heads` does not divide `dim`, or a dropout that is no probability.
     """
 
     def __init__(self, dim: int, heads: int, *, dropout: float = 0.0, qk_norm: bool = False, norm_eps: float = 1e-6):
         super().__init__()
         check_heads(dim, heads)
+        check_probability("dropout", dropout)
         self.dim, self.heads, self.dropout, self.fused = dim, heads, dropout, True
         self.qkv = nn.Linear(dim, 3 * dim)  # rows: D for the queries, D for the keys, D for the values
         self.query_norm = nn.LayerNorm(dim // heads, eps=norm_eps) if qk_norm else nn.Identity()
@@ -158,7 +160,7 @@ class MultiHeadAttention(nn.Module):
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         if mask is not None:
-            mask = expand_mask(mask, len(x), self.heads, query.shape[-2], key.shape[-2])
+            mask = expand_mask(mask, x.shape[0], self.heads, query.shape[-2], key.shape[-2])
 
         dropout = self.dropout if self.training else 0.0
         weights = None

@@ -45,7 +45,7 @@ class DecoderLayer(nn.Module):
         self.cross_attention = MultiHeadAttention(dim, heads, dropout=dropout)
         self.branch2 = residual_branch(dim, dropout, 0.0, None)
         self.norm3 = nn.LayerNorm(dim, eps=norm_eps)
-        self.feed_forward = FeedForward(dim, hidden_dim or 4 * dim, activation=activation, dropout=dropout)
+        self.feed_forward = FeedForward(dim, 4 * dim if hidden_dim is None else hidden_dim, activation=activation, dropout=dropout)
         self.branch3 = residual_branch(dim, dropout, 0.0, None)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, memory_mask: Tensor | None = None):
@@ -128,11 +128,11 @@ class Decoder(nn.Module):
         check_width(memory, self.dim)
         causal = causal_mask(x.shape[1], x.device)  # (N, N)
         if mask is not None:
-            causal = causal & expand_mask(mask, len(x), self.heads, x.shape[1], x.shape[1])
+            causal = causal & expand_mask(mask, x.shape[0], self.heads, x.shape[1], x.shape[1])
         else:
             causal = causal[None]  # (1, N, N): never to be taken for padding
         if memory_mask is not None:
-            memory_mask = expand_mask(memory_mask, len(x), self.heads, x.shape[1], memory.shape[1])
+            memory_mask = expand_mask(memory_mask, x.shape[0], self.heads, x.shape[1], memory.shape[1])
         for layer in self.layers:
             x = layer(x, memory, causal, memory_mask)
         return self.norm(x)

@@ -11,7 +11,7 @@ from vit_scratch.transformer.attention import MultiHeadAttention, expand_mask
 from vit_scratch.transformer.feed_forward import FeedForward
 from vit_scratch.transformer.initialisation import initialise_layers
 from vit_scratch.transformer.positions import Rotation
-from vit_scratch.transformer.residual import residual_branch
+from vit_scratch.transformer.residual import check_probability, residual_branch
 
 
 class EncoderLayer(nn.Module):
@@ -50,7 +50,7 @@ class EncoderLayer(nn.Module):
         self.attention = MultiHeadAttention(dim, heads, dropout=dropout, qk_norm=qk_norm, norm_eps=norm_eps)
         self.branch1 = residual_branch(dim, dropout, drop_path, layer_scale)
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.feed_forward = FeedForward(dim, hidden_dim or 4 * dim, activation=activation, dropout=dropout)
+        self.feed_forward = FeedForward(dim, 4 * dim if hidden_dim is None else hidden_dim, activation=activation, dropout=dropout)
         self.branch2 = residual_branch(dim, dropout, drop_path, layer_scale)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None) -> Tensor:
@@ -74,7 +74,8 @@ class Encoder(nn.Module):
         dim: model width D.
         depth: number of layers.
         heads: number of heads H, a divisor of D.
-        drop_path: probability of dropping a branch in the last layer; it rises linearly from 0 in the first.
+        drop_path: probability of dropping a branch in the last layer; it rises linearly from 0 in the first,
+            so that a single layer drops none.
         others: as `EncoderLayer`.
 
     Attributes:
@@ -102,6 +103,7 @@ class Encoder(nn.Module):
         super().__init__()
         if depth < 1:
             raise ValueError(f"depth={depth} is not a number of layers; it must be at least 1")
+        check_probability("drop_path", drop_path)
         self.dim, self.depth, self.heads, self.gradient_checkpointing = dim, depth, heads, False
         self.layers = nn.ModuleList(
             EncoderLayer(
@@ -137,7 +139,7 @@ class Encoder(nn.Module):
         """
         check_width(x, self.dim)
         if mask is not None:
-            mask = expand_mask(mask, len(x), self.heads, x.shape[1], x.shape[1])
+            mask = expand_mask(mask, x.shape[0], self.heads, x.shape[1], x.shape[1])
         for layer in self.layers:
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, mask, rotation, use_reentrant=False)

@@ -18,13 +18,15 @@ class FeedForward(nn.Module):
         dropout: probability of dropping a hidden unit in training.
 
     Raises:
-        ValueError: an unknown activation.
+        ValueError: an unknown activation, or a hidden width below 1.
     """
 
     def __init__(self, dim: int, hidden_dim: int, *, activation: str = "gelu", dropout: float = 0.0):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r} is unknown; choose from {', '.join(ACTIVATIONS)}")
+        if hidden_dim < 1:
+            raise ValueError(f"hidden_dim={hidden_dim} is not a width; it must be at least 1, or None for 4 * dim")
         self.linear1 = nn.Linear(dim, hidden_dim)
         self.activation = ACTIVATIONS[activation]()
         self.dropout = nn.Dropout(dropout)

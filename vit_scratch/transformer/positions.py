@@ -129,10 +129,10 @@ def rotation_2d(grid: tuple[int, int], head_dim: int, prefix: int = 0, base: flo
     """
     if head_dim % 4:
         raise ValueError(f"head width {head_dim} is not a multiple of 4, which rotary 2-D positions need")
-    frequency = base ** (-torch.arange(0, head_dim, 4) / head_dim)  # (K / 4,)
+    frequency = base ** (-torch.arange(0, head_dim, 4, dtype=torch.float64) / head_dim)  # (K / 4,)
     angle = torch.cat([c[:, None] * frequency for c in grid_coordinates(grid)], dim=1)  # (N, K / 2)
-    angle = torch.cat([torch.zeros(prefix, head_dim // 2), angle]).repeat(1, 2)  # (prefix + N, K)
-    return angle.cos(), angle.sin()
+    angle = torch.cat([angle.new_zeros(prefix, head_dim // 2), angle]).repeat(1, 2)  # (prefix + N, K)
+    return angle.cos().float(), angle.sin().float()
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -8,6 +8,12 @@ import torch
 from torch import Tensor, nn
 
 
+def check_probability(name: str, value: float) -> None:
+    """Raise ValueError unless `value` is a probability of at least 0 and below 1."""
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}={value} is not a probability of at least 0 and below 1")
+
+
 class DropPath(nn.Module):
     """Stochastic depth ("Deep Networks with Stochastic Depth"): drops a whole branch for a sample in training.
 
@@ -22,8 +28,7 @@ class DropPath(nn.Module):
 
     def __init__(self, probability: float):
         super().__init__()
-        if not 0 <= probability < 1:
-            raise ValueError(f"drop_path={probability} is not a probability of at least 0 and below 1")
+        check_probability("drop_path", probability)
         self.probability = probability
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,7 +36,7 @@ class DropPath(nn.Module):
         if not self.training or self.probability == 0:
             return x
         keep = 1 - self.probability
-        mask = torch.rand(len(x), *[1] * (x.dim() - 1), device=x.device) < keep  # (B, 1, 1)
+        mask = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) < keep  # (B, 1, 1)
         return x * (mask.to(x.dtype) / keep)
 
     def extra_repr(self) -> str:
@@ -49,7 +54,7 @@ class LayerScale(nn.Module):
 
     def __init__(self, dim: int, initial: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.full((dim,), initial))
+        self.weight = nn.Parameter(torch.full((dim,), float(initial)))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, D) -> (B, N, D)."""

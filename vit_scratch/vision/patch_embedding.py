@@ -16,7 +16,7 @@ def as_pair(name: str, size: Size) -> tuple[int, int]:
     Raises:
         ValueError: it is neither a positive whole number nor a pair of them; the message starts with `name`.
     """
-    pair = (size, size) if isinstance(size, int) else tuple(size)
+    pair = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, (tuple, list)) else ()
     if len(pair) != 2 or not all(isinstance(s, int) and s > 0 for s in pair):
         raise ValueError(f"{name}={size} is not a size; give a positive whole number or a (height, width) pair")
     return pair

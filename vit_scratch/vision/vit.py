@@ -51,7 +51,8 @@ class VisionTransformer(nn.Module):
         num_features: D.
 
     Raises:
-        ValueError: the patch does not divide the image, or an unknown pooling or kind of positions.
+        ValueError: the patch does not divide the image, an unknown pooling or kind of positions, or a
+            negative number of registers.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class VisionTransformer(nn.Module):
         super().__init__()
         check_choice("pooling", pooling, POOLINGS)
         check_choice("positions", positions, POSITIONS)
+        if registers < 0:
+            raise ValueError(f"registers={registers} is negative; 0 for none")
         self.patch_embedding = PatchEmbedding(image_size, patch_size, in_channels, encoder.dim)
         self.encoder = encoder
         self.pooling, self.num_features, self.num_classes = pooling, encoder.dim, num_classes
@@ -102,12 +105,12 @@ class VisionTransformer(nn.Module):
         if self.fixed_positions is not None:
             x = x + self.fixed_positions.to(x.dtype)
         if self.class_token is not None:
-            x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1)
+            x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
         if self.positions is not None:
             x = x + self.positions
         if self.register_tokens is not None:
             at = 0 if self.class_token is None else 1
-            x = torch.cat([x[:, :at], self.register_tokens.expand(len(x), -1, -1), x[:, at:]], dim=1)
+            x = torch.cat([x[:, :at], self.register_tokens.expand(x.shape[0], -1, -1), x[:, at:]], dim=1)
         return self.dropout(x)
 
     def forward_features(self, images: Tensor) -> Tensor:
