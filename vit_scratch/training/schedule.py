@@ -12,8 +12,10 @@ def warmup_cosine(update: int, *, updates: int, warmup: int, peak: float, final:
         warmup: updates until the peak; the rate of update `warmup` is exactly `peak`.
         peak, final: the highest and the last rate; the rate of the last update is exactly `final`.
     """
-    if update < warmup:
-        return peak * update / warmup
-    # Without a warm-up the first update stands at the peak.
-    done = (update - max(warmup, 1)) / max(updates - max(warmup, 1), 1)
+    top = max(warmup, 1)  # without a warm-up the first update stands at the peak
+    if update < top:
+        return peak * update / top
+    if update == top:
+        return peak  # exactly, which the sum below is not always
+    done = (update - top) / (updates - top)
     return final + (peak - final) * (1 + math.cos(math.pi * done)) / 2
