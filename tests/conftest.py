@@ -2,5 +2,5 @@
 
 import torch
 
-# One thread: products this small gain nothing from two, which wait for each other where other processes share the cores.
+# One thread: products this small gain nothing from two, and two wait for each other where the cores are shared.
 torch.set_num_threads(1)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from vit_scratch import cli, create_vit
+from vit_scratch.data import sources
 from vit_scratch.training import checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -200,12 +202,12 @@ def test_a_full_disk_stops_with_status_1_and_leaves_the_state_before_it(
     out = tmp_path / "run"
     saves = []
 
-    def save(state: dict, path: Path) -> None:
-        saves.append(path)
+    def save(state: dict, file: BinaryIO) -> None:
+        saves.append(file)
         if len(saves) == 3:
-            path.write_bytes(b"half a fi")
+            file.write(b"half a fi")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(state, path)
+        real(state, file)
 
     real = torch.save
     monkeypatch.setattr(torch, "save", save)
@@ -338,6 +340,13 @@ def test_the_user_s_own_images_train_and_evaluate(tmp_path: Path, in_memory: str
     assert run("evaluate", out) == 2
     assert run("evaluate", out, "--data.root", moved, "--json", tmp_path / "r.json") == 0
     assert json.loads((tmp_path / "r.json").read_text())["correct"] == 11
+
+
+def test_hidden_folders_are_no_classes(tmp_path: Path) -> None:
+    data = make_images(tmp_path / "data", {"train": {"red": 10, "green": 10}, "test": {"red": 2, "green": 2}})
+    (data / "train" / ".ipynb_checkpoints").mkdir()
+    (data / "test" / ".cache").mkdir()
+    assert sources.load("imagefolder", str(data)).classes == ["green", "red"]
 
 
 def test_class_folders_that_do_not_match_are_refused_before_training(

@@ -113,9 +113,9 @@ def shift_and_flip(images: Tensor, shift: int, flip: bool) -> Tensor:
 
 
 def _reflect(index: Tensor, length: int) -> Tensor:
-    """Indices beyond 0..length - 1, mirrored at the first and the last."""
-    last = length - 1
-    return last - (last - index.abs()).abs()
+    """Indices beyond 0..length - 1, mirrored at the first and the last, as often as it takes."""
+    last = max(length - 1, 1)
+    return (last - (last - index.abs() % (2 * last)).abs()).clamp(max=length - 1)
 
 
 def erase(images: Tensor, probability: float) -> Tensor:

@@ -3,6 +3,7 @@
 Shapes: C channels.
 """
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -38,8 +39,11 @@ def convert_mode(image: Image.Image, mode: Mode) -> Image.Image:
         pixels = np.asarray(image).astype(np.int64)
         if pixels.min() < 0 or pixels.max() > 65535:
             raise ValueError(f"its pixels reach from {pixels.min()} to {pixels.max()}; save it with 8 or 16 bits")
+        transparent = image.info.get("transparency")  # of one grey level, in 16 bits
         image = Image.fromarray(np.round(pixels / 257).astype(np.uint8))
-    if "transparency" in image.info or image.mode in ("LA", "PA", "La", "RGBa"):
+        if transparent is not None:
+            image.putalpha(Image.fromarray(np.where(pixels == transparent, 0, 255).astype(np.uint8)))
+    if "transparency" in image.info or image.mode in ("LA", "PA", "RGBa"):
         image = image.convert("RGBA")
     if image.mode == "RGBA" and mode != "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -70,8 +74,8 @@ def read(name: str, opener: Callable[[], Image.Image], mode: Mode) -> Image.Imag
     """
     try:
         return convert_mode(opener(), mode)
-    # Pillow raises SyntaxError for some broken PNG files, and ValueError or EOFError for some others.
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+    # Pillow raises SyntaxError, ValueError or EOFError for some broken files, struct.error for a cut-off EXIF block.
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise ImageError(f"{name}: {error}") from error
 
 

@@ -241,6 +241,8 @@ class StreamLoader(Loader):
             collate_fn=_collate,
             persistent_workers=workers > 0,
             pin_memory=device.type == "cuda",
+            # Otherwise each epoch draws a seed from torch's global generator, and dropout differs after a resume.
+            generator=torch.Generator(),
         )
 
     def fetch(self, order: np.ndarray, sample_seeds: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:

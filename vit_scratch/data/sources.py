@@ -157,7 +157,7 @@ def _folders(root: Path, classes: list[str] | None, allow_missing: bool) -> Imag
                 f"data.root={root} has no folder 'train'; expected are {root}/train/CLASS/IMAGE and, if you have them, "
                 f"{root}/val/CLASS/IMAGE and {root}/test/CLASS/IMAGE"
             )
-        classes = sorted(d.name for d in (root / "train").iterdir() if d.is_dir())
+        classes = sorted(class_folders(root / "train"))
         if len(classes) < 2:
             raise ValueError(f"{root}/train holds {len(classes)} class folders; training needs at least 2")
     parts: dict[str, ImageSource] = {}
@@ -165,7 +165,7 @@ def _folders(root: Path, classes: list[str] | None, allow_missing: bool) -> Imag
     for part in ("train", "val", "test"):
         if not (root / part).is_dir():
             continue
-        present = {d.name for d in (root / part).iterdir() if d.is_dir()}
+        present = class_folders(root / part)
         extra, missing = sorted(present - set(classes)), [c for c in classes if c not in present]
         if extra:
             raise ValueError(
@@ -194,6 +194,11 @@ def _folders(root: Path, classes: list[str] | None, allow_missing: bool) -> Imag
     return ImageDataset(classes, parts.get("train", empty), parts.get("val"), parts.get("test"), notes)
 
 
+def class_folders(folder: Path) -> set[str]:
+    """Names of the folders in a folder, without hidden ones such as .ipynb_checkpoints."""
+    return {d.name for d in folder.iterdir() if d.is_dir() and not d.name.startswith(".")}
+
+
 def _some(names: Sequence[str], limit: int = 8) -> str:
     """At most `limit` names and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
@@ -218,8 +223,12 @@ def split(labels: np.ndarray, hold_out: float, seed: int) -> tuple[np.ndarray, n
         raise ValueError(f"data.hold_out={hold_out} is not a share of at least 0 and below 1")
     everything = np.arange(len(labels))
     count = round(len(labels) * hold_out)
-    if count == 0:
+    if hold_out == 0:
         return everything, everything[:0]
+    if count == 0:
+        raise ValueError(
+            f"data.hold_out={hold_out} of {len(labels)} training images is none; raise it, or set 0 to hold out nothing"
+        )
     try:
         learn, held = train_test_split(everything, test_size=count, stratify=labels, random_state=seed)
     except ValueError as error:

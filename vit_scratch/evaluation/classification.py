@@ -5,6 +5,7 @@ Shapes: B batch.
 
 import csv
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ class ClassificationResult:
             "accuracy": self.accuracy,
             "correct": self.correct,
             "count": self.count,
-            "loss": self.loss,
+            "loss": self.loss if math.isfinite(self.loss) else None,  # JSON knows no NaN
         }
         if self.correct_top5 is not None:
             result |= {"top5_accuracy": self.correct_top5 / self.count, "top5_correct": self.correct_top5}

@@ -51,8 +51,9 @@ def plot_confusion(confusion: np.ndarray, classes: list[str], title: str, path: 
     axes.set(title=title, xlabel="predicted class", ylabel="true class")
     size = 10 if count <= 30 else 5
     names = [c if len(c) <= 16 else c[:15] + "…" for c in classes]
-    axes.set_xticks(range(count), names, rotation=45 if count <= 30 else 90, ha="right" if count <= 30 else "center")
-    axes.set_yticks(range(count), names)
+    rotation, align = (45, "right") if count <= 30 else (90, "center")
+    axes.set_xticks(range(count), names, rotation=rotation, ha=align, parse_math=False)
+    axes.set_yticks(range(count), names, parse_math=False)
     axes.tick_params(labelsize=size, length=0)
     axes.spines[:].set_visible(False)
     if count <= 30:

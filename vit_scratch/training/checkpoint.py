@@ -79,6 +79,11 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return weights, description
 
 
+def number(path: Path) -> int:
+    """The update in the name of a training state."""
+    return int(path.stem.removeprefix("update_"))
+
+
 class TrainingStates:
     """The training states of a run, one file each, the newest two of them kept.
 
@@ -92,7 +97,7 @@ class TrainingStates:
     def paths(self) -> list[Path]:
         """All states, the newest first."""
         found = [p for p in self.folder.glob("update_*.pt") if re.fullmatch(r"update_\d+\.pt", p.name)]
-        return sorted(found, key=lambda p: int(p.stem.removeprefix("update_")), reverse=True)
+        return sorted(found, key=number, reverse=True)
 
     def save(self, update: int, state: dict[str, Any]) -> None:
         """Write the state after an update, then remove all but the newest two.
@@ -103,13 +108,17 @@ class TrainingStates:
         path = self.folder / f"update_{update:08d}.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as temporary:
-                torch.save(state, temporary)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            with replacing(path) as temporary, open(temporary, "wb") as file:
+                torch.save(state, file)
+        except (OSError, RuntimeError) as error:
+            # torch raises a RuntimeError of its own while it handles the system's error, which says more.
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
             newest = next(iter(self.paths()), None)
             kept = f"the state before it, {newest}, is intact" if newest else "there is no state before it"
-            raise SaveError(f"could not write {path}: {str(error).splitlines()[0]}; {kept}") from error
-        for old in self.paths()[2:]:
+            raise SaveError(f"could not write {path}: {cause}; {kept}") from error
+        # A state of a later update is one that could not be read when the run went on.
+        later = [p for p in self.paths() if number(p) > update]
+        for old in [*later, *[p for p in self.paths() if p not in later][2:]]:
             old.unlink(missing_ok=True)
 
     def load(self) -> tuple[dict[str, Any] | None, list[str]]:
@@ -122,8 +131,9 @@ class TrainingStates:
         for path in self.paths():
             try:
                 return torch.load(path, map_location="cpu", weights_only=True), faults
-            except Exception as error:  # torch raises many kinds for a damaged file, and refuses foreign objects
-                faults.append(f"{path} can't be read: {str(error).splitlines()[0]}")
+            # torch raises many kinds for a damaged file, and its messages advise to switch the safety off.
+            except Exception as error:
+                faults.append(f"{path} can't be read: it is damaged or not ours ({type(error).__name__})")
         if faults:
             raise ValueError("\n".join([*faults, "No other state is left; start anew with another --out"]))
         return None, faults

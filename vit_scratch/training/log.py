@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from vit_scratch.training.checkpoint import replacing
 
-Row = dict[str, float | int]
+Row = dict[str, Any]
+"""Metrics of an epoch by name; None stands for a value that was not finite."""
 
 
 class RunLog:
@@ -75,11 +76,12 @@ class RunLog:
 
     def add(self, row: Row) -> None:
         """Print the metrics of an epoch and add them to the files."""
-        self.rows.append(row)
+        # A run that died after this epoch's row was written, and before its state was, writes it again.
+        self.rows = [*(r for r in self.rows if r["update"] < row["update"]), row]
         self.folder.mkdir(parents=True, exist_ok=True)
         with replacing(self.folder / "metrics.jsonl") as path:
             # JSON knows no NaN.
-            clean = [{k: v if math.isfinite(v) else None for k, v in r.items()} for r in self.rows]
+            clean = [{k: v if v is not None and math.isfinite(v) else None for k, v in r.items()} for r in self.rows]
             path.write_text("".join(json.dumps(r) + "\n" for r in clean))
         with replacing(self.folder / "metrics.csv") as path, open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(k for r in self.rows for k in r)))

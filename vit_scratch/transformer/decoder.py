@@ -45,7 +45,7 @@ class DecoderLayer(nn.Module):
         self.cross_attention = MultiHeadAttention(dim, heads, dropout=dropout)
         self.branch2 = residual_branch(dim, dropout, 0.0, None)
         self.norm3 = nn.LayerNorm(dim, eps=norm_eps)
-        self.feed_forward = FeedForward(dim, 4 * dim if hidden_dim is None else hidden_dim, activation=activation, dropout=dropout)
+        self.feed_forward = FeedForward(dim, hidden_dim, activation=activation, dropout=dropout)
         self.branch3 = residual_branch(dim, dropout, 0.0, None)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, memory_mask: Tensor | None = None):

@@ -50,7 +50,7 @@ class EncoderLayer(nn.Module):
         self.attention = MultiHeadAttention(dim, heads, dropout=dropout, qk_norm=qk_norm, norm_eps=norm_eps)
         self.branch1 = residual_branch(dim, dropout, drop_path, layer_scale)
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.feed_forward = FeedForward(dim, 4 * dim if hidden_dim is None else hidden_dim, activation=activation, dropout=dropout)
+        self.feed_forward = FeedForward(dim, hidden_dim, activation=activation, dropout=dropout)
         self.branch2 = residual_branch(dim, dropout, drop_path, layer_scale)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None) -> Tensor:

@@ -13,7 +13,7 @@ class FeedForward(nn.Module):
 
     Args:
         dim: model width D.
-        hidden_dim: width between the two maps.
+        hidden_dim: width between the two maps, 4 * D where None.
         activation: "relu" as in the paper, or "gelu" as in ViT (the exact form, not the tanh one).
         dropout: probability of dropping a hidden unit in training.
 
@@ -21,10 +21,11 @@ class FeedForward(nn.Module):
         ValueError: an unknown activation, or a hidden width below 1.
     """
 
-    def __init__(self, dim: int, hidden_dim: int, *, activation: str = "gelu", dropout: float = 0.0):
+    def __init__(self, dim: int, hidden_dim: int | None = None, *, activation: str = "gelu", dropout: float = 0.0):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r} is unknown; choose from {', '.join(ACTIVATIONS)}")
+        hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
         if hidden_dim < 1:
             raise ValueError(f"hidden_dim={hidden_dim} is not a width; it must be at least 1, or None for 4 * dim")
         self.linear1 = nn.Linear(dim, hidden_dim)
