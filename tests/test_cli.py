@@ -78,8 +78,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_that_was_killed_stopped_and_resumed_ends_like_one_that_was_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["memory", "files"])
+def test_a_run_that_was_killed_stopped_and_resumed_ends_like_one_that_was_not(tmp_path: Path, source: str) -> None:
     options = [
+        *("--data.in_memory", str(source == "memory"), "--data.workers", "1"),
         *(*SMALL, "--train.ema_decay", "0.9", "--augment.mixup", "0.4", "--augment.policy", "randaugment"),
         *(
             "--train.accumulate",

@@ -98,8 +98,8 @@ def test_without_a_terminal_plain_lines_are_printed(tmp_path, capsys):
     log.close()
     out, err = capsys.readouterr()
     assert out == (
-        "epoch 2/5  train loss 0.1667 accuracy 20.00 %  held-out loss 0.5000 accuracy 87.50 %  "
-        "averaged loss 0.2500 accuracy 100.00 %  1234 images/s\nnote: one line\n"
+        "epoch 2/5  train loss 0.1667 accuracy 20.00 %  val loss 0.5000 accuracy 87.50 %  "
+        "ema val loss 0.2500 accuracy 100.00 %  1234 images/s\nnote: one line\n"
     )
     assert err == ""
 

@@ -5,6 +5,7 @@ gives the same batches with any number of workers.
 Shapes: B batch, C channels.
 """
 
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -239,6 +240,7 @@ class StreamLoader(Loader):
             batch_sampler=self.order,
             num_workers=workers,
             collate_fn=_collate,
+            worker_init_fn=_leave_signals_to_the_main_process,
             persistent_workers=workers > 0,
             pin_memory=device.type == "cuda",
             # Otherwise each epoch draws a seed from torch's global generator, and dropout differs after a resume.
@@ -323,6 +325,12 @@ class _Samples(Dataset):
         if self.transform is not None:
             image = transform_sample(self.transform, image, seed)
         return image, int(self.source.labels[index])
+
+
+def _leave_signals_to_the_main_process(worker: int) -> None:
+    """Let Ctrl-C reach the training process only, which saves and stops; SIGTERM ends a worker as usual."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _collate(samples: list[tuple[Tensor, int] | str]) -> tuple[Tensor, Tensor] | str:

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 matplotlib.rcParams["axes.spines.top"] = matplotlib.rcParams["axes.spines.right"] = False
 # Okabe and Ito's colours, which colour-blind people can tell apart.
-TRAIN, HELD_OUT, AVERAGED = "#0072B2", "#D55E00", "#009E73"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
 def plot_curves(rows: list[dict], path: Path) -> None:
@@ -17,13 +17,13 @@ def plot_curves(rows: list[dict], path: Path) -> None:
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     loss, accuracy, rate = figure.subplots(1, 3)
     epochs = [r["epoch"] for r in rows]
-    series = (("train_", "train", TRAIN), ("val_", "held-out", HELD_OUT), ("ema_val_", "held-out, averaged", AVERAGED))
+    names = dict.fromkeys(k.removesuffix("_loss") for r in rows for k in r if k.endswith("_loss"))
     marker = "o" if len(rows) < 30 else None
-    for prefix, label, colour in series:
-        if any(f"{prefix}loss" in r for r in rows):
-            for axes, name, scale in ((loss, "loss", 1), (accuracy, "accuracy", 100)):
-                values = [np.nan if r.get(prefix + name) is None else scale * r[prefix + name] for r in rows]
-                axes.plot(epochs, values, label=label, color=colour, marker=marker, markersize=3)
+    for name, colour in zip(names, COLOURS, strict=False):
+        for axes, metric, scale in ((loss, "loss", 1), (accuracy, "accuracy", 100)):
+            series = [r.get(f"{name}_{metric}") for r in rows]
+            values = [np.nan if v is None else scale * v for v in series]
+            axes.plot(epochs, values, label=name.replace("_", " "), color=colour, marker=marker, markersize=3)
     rate.plot(epochs, [r["lr"] for r in rows], color="black", marker=marker, markersize=3)
     for axes, title in ((loss, "loss"), (accuracy, "accuracy (%)"), (rate, "learning rate, last of the epoch")):
         axes.set_title(title)

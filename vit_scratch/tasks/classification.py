@@ -183,6 +183,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
             save_weights=save,
             checkpoint_every=config.train.checkpoint_every,
             log_every=config.train.log_every,
+            train_name="train_mixed" if config.augment.mixup or config.augment.cutmix else "train",
         )
     finally:
         log.close()

@@ -56,8 +56,8 @@ class RunLog:
         """Show where the run stands: in the bar, or without a terminal as a line at most every 15 seconds."""
         values = {
             "epoch": f"{epoch}/{self.epochs}",
-            "loss": f"{metrics['train_loss']:.3f}",
-            "acc": f"{100 * metrics['train_accuracy']:.1f}%",
+            "loss": "/".join(f"{v:.3f}" for k, v in metrics.items() if k.endswith("_loss")),
+            "acc": "/".join(f"{100 * v:.1f}%" for k, v in metrics.items() if k.endswith("_accuracy")),
             "lr": f"{lr:.2e}",
             f"{self.items}/s": f"{metrics['items_per_second']:.0f}",
         }
@@ -93,9 +93,9 @@ class RunLog:
             self.writer.flush()
 
         parts = [f"epoch {row['epoch']}/{self.epochs}"]
-        for prefix, name in (("train_", "train"), ("val_", "held-out"), ("ema_val_", "averaged")):
-            if f"{prefix}accuracy" in row:
-                parts.append(f"{name} loss {row[prefix + 'loss']:.4f} accuracy {100 * row[prefix + 'accuracy']:.2f} %")
+        for name in (key.removesuffix("_loss") for key in row if key.endswith("_loss")):
+            accuracy = 100 * row[f"{name}_accuracy"]
+            parts.append(f"{name.replace('_', ' ')} loss {row[f'{name}_loss']:.4f} accuracy {accuracy:.2f} %")
         self.say("  ".join([*parts, f"{row['items_per_second']:.0f} {self.items}/s"]))
 
     def close(self) -> None:

@@ -73,6 +73,7 @@ def fit(
     save_weights: SaveWeights,
     checkpoint_every: int | None,
     log_every: int,
+    train_name: str = "train",
 ) -> int | None:
     """Train a model.
 
@@ -89,6 +90,7 @@ def fit(
         state: what `states` last saved, to go on from there; None to start.
         checkpoint_every: updates between two saved states, on top of one at the end of each epoch; None for none.
         log_every: updates between two readings of the loss from the device.
+        train_name: what the metrics on training batches begin with, for where these are no ordinary ones.
 
     Returns:
         None when training is complete, or the number of the signal that stopped it, after its state was saved.
@@ -160,7 +162,7 @@ def fit(
 
                 if progress.update % log_every == 0:
                     settle()
-                    log.progress(progress.update, progress.epoch + 1, rate, train_metrics(progress))
+                    log.progress(progress.update, progress.epoch + 1, rate, train_metrics(progress, train_name))
                 if checkpoint_every and progress.update % checkpoint_every == 0:
                     save()
                 if interrupt.signal is not None:
@@ -168,7 +170,8 @@ def fit(
                     return interrupt.signal
 
             settle()
-            row: Row = {"epoch": progress.epoch + 1, "update": progress.update, "lr": rate} | train_metrics(progress)
+            row: Row = {"epoch": progress.epoch + 1, "update": progress.update, "lr": rate}
+            row |= train_metrics(progress, train_name)
             better = False
             if validate is not None:
                 metrics = validate(model)
@@ -188,12 +191,12 @@ def fit(
     return None
 
 
-def train_metrics(progress: Progress) -> Row:
+def train_metrics(progress: Progress, name: str) -> Row:
     """Mean loss, accuracy and speed over this epoch so far."""
     count = max(progress.count, 1)
     return {
-        "train_loss": progress.loss / count,
-        "train_accuracy": progress.correct / count,
+        f"{name}_loss": progress.loss / count,
+        f"{name}_accuracy": progress.correct / count,
         "items_per_second": progress.count / max(progress.seconds, 1e-9),
         "seconds": progress.seconds,
     }
