@@ -403,6 +403,16 @@ def test_a_model_s_classes_must_be_those_of_the_data(
     assert "no classes of the model" in capsys.readouterr().err
 
 
+def test_places_that_cannot_be_written_to_are_refused_before_any_work(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert run("train", *SMALL, "--out", tmp_path / "file") == 2
+    assert "is a file" in capsys.readouterr().err
+    assert run("evaluate", trained, "--json", tmp_path / "nowhere" / "r.json") == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
 def test_without_a_command_or_with_an_unknown_one_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     assert run("trian") == 2

@@ -25,7 +25,9 @@ def train(arguments: list[str], prog: str) -> int:
     parser = Parser(prog=prog, description="Train a Vision Transformer; without --config on CIFAR-10.")
     add_config(parser, Config)
     parser.add_argument("--out", type=str, help="Folder of the run; runs/NAME for a configuration file NAME.yaml.")
-    parser.add_argument("--resume", action="store_true", help="Go on with the run in that folder.")
+    parser.add_argument(
+        "--resume", action="store_true", help="Go on with the run in that folder, or start it where there is none."
+    )
     values = parse(parser, arguments)
     name = Path(str(values.config[0])).stem if values.config else "cifar10"
     out = Path(values.out or f"runs/{name}")

@@ -242,9 +242,11 @@ def open_run(config: Config, out: Path, resume: bool) -> tuple[TrainingStates, d
     """The training states of a run's folder, the newest that can be read, and notes on newer ones that can't.
 
     Raises:
-        ValueError: the folder holds a run that is not to be resumed, one of another configuration, or only states that
-            can't be read.
+        ValueError: it is no folder, or holds a run that is not to be resumed, one of another configuration, or only
+            states that can't be read.
     """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out={out} is a file; choose a folder")
     states, saved = TrainingStates(out / "states"), out / "config.yaml"
     if saved.exists() and not resume:
         raise ValueError(f"--out={out} already holds a run; go on with it with --resume, or choose another --out")
@@ -422,6 +424,10 @@ def evaluate(config: EvaluateConfig, checkpoint: Path) -> None:
     path = checkpoint / "last.safetensors" if checkpoint.is_dir() else checkpoint
     if checkpoint.is_dir() and not path.exists():
         raise ValueError(f"{checkpoint} holds no last.safetensors; give the folder of a run, or a .safetensors file")
+    if config.json and not Path(config.json).absolute().parent.is_dir():
+        raise ValueError(
+            f"--json={config.json}: there is no folder {Path(config.json).absolute().parent}; make it first"
+        )
     device = pick_device(config.device)
     _, description = load_classifier(path)
     data = build_from_dict(Config, description["config"]).data
