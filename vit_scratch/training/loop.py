@@ -121,9 +121,9 @@ def fit(
                     f"{schedule(update):.4g}. The last good state is kept; lower train.lr, lengthen "
                     "train.warmup_epochs or set train.clip_norm, and start anew"
                 )
-        progress.loss += sum(losses)
-        progress.correct += int(sum(corrects))
-        progress.count += sum(counts)
+            progress.loss += value  # one by one: the sum must not depend on where a run was interrupted
+            progress.correct += int(corrects[back])
+            progress.count += count
         pending.clear()
 
     def save() -> None:
