@@ -9,9 +9,9 @@ PYTHON ?= python3
 	touch $@
 
 demo: .venv/done
-	rm -rf runs/digits
-	.venv/bin/python train.py --config configs/digits.yaml --out runs/digits
-	.venv/bin/python evaluate.py runs/digits
+	rm -rf runs/demo
+	.venv/bin/python train.py --config configs/digits.yaml --out runs/demo
+	.venv/bin/python evaluate.py runs/demo
 
 test: .venv/done
 	.venv/bin/python -m pytest
@@ -22,4 +22,4 @@ lint: .venv/done
 	.venv/bin/mypy
 
 clean:
-	rm -rf .venv runs/digits
+	rm -rf .venv runs/demo

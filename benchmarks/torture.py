@@ -22,8 +22,15 @@ TIMES = ("seconds", "items_per_second")
 
 
 def train(arguments: list[str], out: Path, kill_after: float | None = None) -> bool:
-    """Run or resume a training; with `kill_after` SIGKILL it so many seconds from now. True where it finished."""
+    """Run or resume a training; with `kill_after` SIGKILL it so many seconds after its next update is saved or done.
+
+    Returns:
+        True where the training finished.
+    """
+    before = states(out)
     process = subprocess.Popen([*TRAIN, *arguments, "--out", str(out), "--resume"], stdout=subprocess.DEVNULL)
+    while kill_after is not None and states(out) == before and process.poll() is None:
+        time.sleep(0.02)  # starting up takes seconds, in which there is nothing to lose
     try:
         if process.wait(timeout=kill_after):
             raise SystemExit(f"train.py ended with status {process.returncode}")
@@ -32,6 +39,11 @@ def train(arguments: list[str], out: Path, kill_after: float | None = None) -> b
         process.wait()
         return False
     return True
+
+
+def states(out: Path) -> list[str]:
+    """Names of the training states of a run."""
+    return sorted(p.stem for p in out.glob("states/update_*.pt"))
 
 
 def metrics(out: Path) -> list[dict]:
@@ -54,19 +66,21 @@ def main() -> int:
         train(options.train, whole)
         duration = time.monotonic() - began
         print(f"undisturbed run: {duration:.0f} s", flush=True)
+        landed = 0
         for kill in range(options.kills):
-            # Of the time that a run needs, so many equal parts, each with a kill somewhere in its second half.
-            after = duration / (options.kills + 1) * moments.uniform(0.5, 1.0) + (8 if kill else 0)
+            after = duration / (options.kills + 1) * moments.uniform(0.1, 1.0)
             finished = train(options.train, broken, after)
-            states = sorted(p.stem for p in broken.glob("states/update_*.pt"))
-            print(f"kill {kill + 1} after {after:.1f} s: {'too late' if finished else states[-1:]}", flush=True)
+            landed += not finished
+            where = "too late, the training had finished" if finished else f"newest state {states(broken)[-1]}"
+            print(f"kill {kill + 1}, {after:.1f} s after the first state: {where}", flush=True)
         train(options.train, broken)
-        files = ("last.safetensors", "best.safetensors", "ema.safetensors")
-        pairs = [(load_file(whole / f), load_file(broken / f)) for f in files if (whole / f).exists()]
-        weights = all(torch.equal(a[k], b[k]) for a, b in pairs for k in a)
+        files = [f for f in ("last.safetensors", "best.safetensors", "ema.safetensors") if (whole / f).exists()]
+        pairs = [(load_file(whole / f), load_file(broken / f)) for f in files]
+        weights = all(a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) for a, b in pairs)
         rows = metrics(whole) == metrics(broken)
-        print(f"weights bit-identical: {weights} ({len(pairs)} files); metrics identical: {rows}")
-    return 0 if weights and rows else 1
+        print(f"{landed} of {options.kills} kills landed; weights bit-identical: {weights} ({', '.join(files)})")
+        print(f"metrics identical: {rows}")
+    return 0 if weights and rows and landed == options.kills else 1
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def test_a_full_disk_stops_with_status_1_and_leaves_the_state_before_it(
     assert run("train", *SMALL, "--train.checkpoint_every", "2", "--out", out) == 1
     message = capsys.readouterr().err
     assert "No space left on device" in message
-    assert "update_00000004.pt, is intact" in message
+    assert "update_00000006.pt" in message
     assert [p.name for p in checkpoint.TrainingStates(out / "states").paths()] == [
         "update_00000004.pt",
         "update_00000002.pt",
@@ -383,13 +383,12 @@ def test_a_truncated_image_is_named_and_can_be_skipped(
         *("train", *FOLDERS, "--data.root", data, "--data.in_memory", in_memory, "--data.hold_out", "0"),
         *("--data.workers", "1", "--train.epochs", "2", "--out", tmp_path / in_memory),
     )
-    assert run(*arguments) == 2
+    assert run(*arguments) == (2 if in_memory == "true" else 1)
     message = capsys.readouterr().err
     assert str(broken) in message
     assert "--data.skip_broken true" in message
     assert "Traceback" not in message
-    again = (*arguments, "--resume") if (tmp_path / in_memory).exists() else arguments
-    assert run(*arguments[:-1], tmp_path / "skipping", "--data.skip_broken", "true") == 0, again
+    assert run(*arguments[:-1], tmp_path / "skipping", "--data.skip_broken", "true") == 0
     text = capsys.readouterr().out
     assert "39 training images" in text
     assert str(broken) in text

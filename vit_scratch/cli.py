@@ -70,7 +70,9 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] not in COMMANDS:
         wanted = not arguments or arguments[0] in ("-h", "--help")
-        print(USAGE if wanted else f"vit-scratch: error: no command {arguments[0]!r}\n{USAGE}", file=sys.stderr)
+        if not wanted:
+            print(f"vit-scratch: error: no command {arguments[0]!r}", file=sys.stderr)
+        print(USAGE, file=None if wanted else sys.stderr)
         return 0 if wanted else 2
     prog = prog or f"vit-scratch {arguments[0]}"
     if os.environ.get("VIT_SCRATCH_TRACEBACK"):

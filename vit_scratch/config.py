@@ -58,7 +58,7 @@ class DataConfig:
     root: str = "data"
     """Folder of the data: CIFAR is downloaded there; imagefolder reads ROOT/train/CLASS/FILE, and val/ and test/."""
     image_size: Size | None = None
-    """Pixels a side, or [height, width]; null for the data set's own (digits 8, CIFAR and fake 32, imagefolder 224)."""
+    """Pixels a side, or [height, width]; null for the data set's own (digits 8, CIFAR 32) or the preset's."""
     mode: Literal["L", "RGB", "RGBA"] | None = None
     """Grey, colour, or colour with transparency; null for the data set's own. Images of any mode are converted."""
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bicubic"
@@ -128,7 +128,7 @@ class TrainConfig:
     ema_decay: float = 0.0
     """Decay of the running average of the weights per update, 0 for no average."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of the forward pass; auto takes bf16 or fp16 on a GPU, fp32 elsewhere."""
+    """Arithmetic of the forward pass; auto takes bf16 or else fp16 on cuda, fp32 elsewhere."""
     compile: bool = False
     """Compile the model with torch.compile."""
     deterministic: bool = False
@@ -312,19 +312,18 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """A configuration as YAML text that `read` reads again."""
+    """A configuration as YAML text that `read_config` reads again."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {k: plain(v) for k, v in value.items()}
-        # YAML reads 1e-05 as text; with a point it is a number to every reader.
         return list(value) if isinstance(value, tuple) else value
 
     return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False)
 
 
-FREE_TO_CHANGE = {"device", "data.root", "data.workers", "data.in_memory", "train.log_every", "train.checkpoint_every"}
-"""Fields that a resumed run may change, as its result does not depend on them."""
+FREE_TO_CHANGE = {"device", "data.root", "data.workers", "train.log_every", "train.checkpoint_every"}
+"""Fields that a resumed run may change: its result does not depend on them, but for rounding on another device."""
 
 
 def differences(before: Any, now: Any, where: str = "") -> dict[str, tuple[Any, Any]]:

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-POLICIES = ("none", "randaugment", "trivialaugment")
-
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
@@ -24,19 +22,26 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def sample_transform(
-    size: tuple[int, int], *, min_crop_area: float = 1.0, policy: str = "none", magnitude: int = 9
+    size: tuple[int, int],
+    *,
+    min_crop_area: float = 1.0,
+    interpolation: str = "bicubic",
+    policy: str = "none",
+    magnitude: int = 9,
 ) -> Callable[[Tensor], Tensor] | None:
     """What is done to one image of bytes (C, height, width), by torchvision; None where that is nothing.
 
     Args:
         size: (height, width) of the result.
         min_crop_area: smallest share of the image that a random resized crop keeps; 1 for no such crop.
+        interpolation: of that crop, "nearest", "bilinear" or "bicubic".
         policy: "none", "randaugment" (two operations, "RandAugment") or "trivialaugment" (one, "TrivialAugment").
         magnitude: strength of RandAugment's operations, from 0 to 30.
     """
     steps: list[torch.nn.Module] = []
     if min_crop_area < 1:
-        steps.append(v2.RandomResizedCrop(size, scale=(min_crop_area, 1.0), antialias=True))
+        mode = v2.InterpolationMode(interpolation)
+        steps.append(v2.RandomResizedCrop(size, scale=(min_crop_area, 1.0), interpolation=mode))
     if policy == "randaugment":
         steps.append(v2.RandAugment(num_ops=2, magnitude=magnitude))
     elif policy == "trivialaugment":

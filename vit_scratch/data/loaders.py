@@ -5,6 +5,7 @@ gives the same batches with any number of workers.
 Shapes: B batch, C channels.
 """
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +106,8 @@ def open_images(
         images[index] = form(source, index)
 
     faults = read_all(source, work, skip_broken)
+    if not faults:
+        return HeldImages(images, torch.from_numpy(source.labels)), []
     held = torch.ones(len(source), dtype=torch.bool)
     held[[i for i, _ in faults]] = False
     return HeldImages(images[held], torch.from_numpy(source.labels)[held]), [fault for _, fault in faults]
@@ -127,6 +130,10 @@ def channel_statistics(images: Tensor) -> tuple[list[float], list[float]]:
 def seeds(count: int, *entropy: int) -> np.ndarray:
     """So many independent seeds, a function of `entropy` (the run's seed, the epoch, ...)."""
     return np.random.SeedSequence(entropy).generate_state(count, np.uint32)
+
+
+class UnreadableImageError(RuntimeError):
+    """An image that can't be read, found while training is under way."""
 
 
 class Loader:
@@ -217,7 +224,7 @@ class StreamLoader(Loader):
         others: as `Loader`.
 
     Raises, while it runs:
-        ImageError: an image that can't be read.
+        UnreadableImageError: an image that can't be read.
     """
 
     def __init__(
@@ -240,7 +247,7 @@ class StreamLoader(Loader):
             batch_sampler=self.order,
             num_workers=workers,
             collate_fn=_collate,
-            worker_init_fn=_leave_signals_to_the_main_process,
+            worker_init_fn=_leave_signals_to_the_training_process,
             persistent_workers=workers > 0,
             pin_memory=device.type == "cuda",
             # Otherwise each epoch draws a seed from torch's global generator, and dropout differs after a resume.
@@ -252,7 +259,10 @@ class StreamLoader(Loader):
         self.order.entries = list(zip(order.tolist(), sample_seeds.tolist(), strict=True))
         for batch in self.loader:
             if isinstance(batch, str):
-                raise ImageError(f"{batch}\nMend or remove it, or pass --data.skip_broken true to go on without it")
+                raise UnreadableImageError(
+                    f"{batch}\nMend it and go on with --resume, or start anew with --data.skip_broken true, "
+                    "which looks for all such images beforehand"
+                )
             images, labels = batch
             yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
 
@@ -327,10 +337,12 @@ class _Samples(Dataset):
         return image, int(self.source.labels[index])
 
 
-def _leave_signals_to_the_main_process(worker: int) -> None:
-    """Let Ctrl-C reach the training process only, which saves and stops; SIGTERM ends a worker as usual."""
+def _leave_signals_to_the_training_process(worker: int) -> None:
+    """Keep Ctrl-C, and signals to the process group, from a worker: the training process saves and ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the handler that a fork has taken over
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
 
 
 def _collate(samples: list[tuple[Tensor, int] | str]) -> tuple[Tensor, Tensor] | str:

@@ -48,14 +48,14 @@ class ImageSource:
         return ImageSource(images, self.labels[indices])
 
 
-NATIVE: dict[str, tuple[Size, Mode]] = {
+NATIVE: dict[str, tuple[Size | None, Mode]] = {
     "digits": ((8, 8), "L"),
     "cifar10": ((32, 32), "RGB"),
     "cifar100": ((32, 32), "RGB"),
-    "fake": ((32, 32), "RGB"),
-    "imagefolder": ((224, 224), "RGB"),
+    "fake": (None, "RGB"),
+    "imagefolder": (None, "RGB"),
 }
-"""Size (height, width) and mode of each kind's images, for where the configuration leaves them open."""
+"""Size (height, width; None for any) and mode of each kind's images, for where the configuration leaves them open."""
 
 
 @dataclass
@@ -83,6 +83,7 @@ def load(
     image_size: Size = (32, 32),
     fake_images: int = 1000,
     classes: list[str] | None = None,
+    parts: tuple[str, ...] = ("train", "val", "test"),
     allow_missing_classes: bool = False,
 ) -> ImageDataset:
     """Find a data set by name. No image is decoded yet.
@@ -93,6 +94,7 @@ def load(
         image_size: (height, width) of the images of kind "fake".
         fake_images: number of training images of kind "fake"; a fifth as many are test images.
         classes: the classes of a trained model, which those of the data must match.
+        parts: folders to look into, for "imagefolder".
         allow_missing_classes: let val and test folders lack some of the classes.
 
     Raises:
@@ -105,7 +107,7 @@ def load(
     elif kind == "fake":
         dataset = _fake(image_size, fake_images)
     elif kind == "imagefolder":
-        dataset = _folders(Path(root), classes, allow_missing_classes)
+        dataset = _folders(Path(root), classes, parts, allow_missing_classes)
     else:
         raise ValueError(f"data.kind={kind!r} is unknown; choose from {', '.join(NATIVE)}")
     if classes is not None and dataset.classes != classes:
@@ -149,7 +151,7 @@ def _fake(image_size: Size, count: int) -> ImageDataset:
     return ImageDataset([str(c) for c in range(10)], parts[0], test=parts[1])
 
 
-def _folders(root: Path, classes: list[str] | None, allow_missing: bool) -> ImageDataset:
+def _folders(root: Path, classes: list[str] | None, names: tuple[str, ...], allow_missing: bool) -> ImageDataset:
     """The user's own images, root/train/CLASS/FILE and likewise val/ and test/; classes in alphabetical order."""
     if classes is None:
         if not (root / "train").is_dir():
@@ -162,7 +164,7 @@ def _folders(root: Path, classes: list[str] | None, allow_missing: bool) -> Imag
             raise ValueError(f"{root}/train holds {len(classes)} class folders; training needs at least 2")
     parts: dict[str, ImageSource] = {}
     notes = []
-    for part in ("train", "val", "test"):
+    for part in names:
         if not (root / part).is_dir():
             continue
         present = class_folders(root / part)
@@ -181,7 +183,7 @@ def _folders(root: Path, classes: list[str] | None, allow_missing: bool) -> Imag
             notes.append(f"{part} has no images of the classes {_some(missing)}")
         paths, labels = [], []
         for label, name in enumerate(classes):
-            files = [f for f in sorted((root / part / name).rglob("*")) if f.suffix.lower() in IMG_EXTENSIONS]
+            files = image_files(root / part / name)
             if not files and name in present and not allow_missing:
                 raise ValueError(
                     f"{root / part / name} holds no image (known endings: {' '.join(IMG_EXTENSIONS)}); add some, "
@@ -192,6 +194,12 @@ def _folders(root: Path, classes: list[str] | None, allow_missing: bool) -> Imag
         parts[part] = ImageSource(paths, labels)
     empty = ImageSource([], [])
     return ImageDataset(classes, parts.get("train", empty), parts.get("val"), parts.get("test"), notes)
+
+
+def image_files(folder: Path) -> list[Path]:
+    """Files below a folder whose names end like an image's, without hidden ones and those in hidden folders."""
+    found = (f for f in folder.rglob("*") if f.suffix.lower() in IMG_EXTENSIONS and f.is_file())
+    return sorted(f for f in found if not any(p.startswith(".") for p in f.relative_to(folder).parts))
 
 
 def class_folders(folder: Path) -> set[str]:

@@ -39,7 +39,7 @@ from vit_scratch.data.loaders import (
 from vit_scratch.data.sources import NATIVE, ImageDataset, ImageSource, load
 from vit_scratch.evaluation.classification import evaluate_classifier
 from vit_scratch.evaluation.plots import plot_confusion, plot_curves
-from vit_scratch.training.checkpoint import TrainingStates, load_weights, replacing, save_weights
+from vit_scratch.training.checkpoint import FORMAT, TrainingStates, load_weights, replacing, save_weights
 from vit_scratch.training.device import device_name, pick_device, pick_precision, use_deterministic_algorithms
 from vit_scratch.training.ema import ExponentialMovingAverage
 from vit_scratch.training.log import Row, RunLog
@@ -102,6 +102,12 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
         allow_missing_classes=config.data.allow_missing_classes,
     )
     data = prepare(config, dataset, form, device)
+    states.identity = data.identity()
+    if state and state["identity"] != states.identity:
+        raise ValueError(
+            f"the images in {config.data.root} are not those that the run in {out} began with; put them back, or start "
+            "anew with another --out"
+        )
     torch.manual_seed(config.seed)
     arguments = model_arguments(config.model, form.image_size, CHANNELS[form.mode], len(dataset.classes))
     model = create_vit(**arguments).to(device)
@@ -122,7 +128,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
     out.mkdir(parents=True, exist_ok=True)
     with replacing(out / "config.yaml") as path:
         path.write_text(to_yaml(config))
-    print(to_yaml(config))
+    log.say(to_yaml(config))
     for note in [*faults, *data.notes]:
         log.say(f"note: {note}")
     size = f"{form.image_size[0]}x{form.image_size[1]}"
@@ -133,12 +139,13 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
         f"{len(dataset.classes)} classes"
     )
     log.say(
-        f"{config.model.preset}: {parameters:,} parameters on {device_name(device)}, {str(precision).split('.')[1]}; "
-        f"{config.train.epochs} epochs, {updates} updates" + (f", {done} done" if done else "")
+        f"{config.model.preset}: {parameters:,} parameters, {model.grid[0]}x{model.grid[1]} patches; "
+        f"{config.train.epochs} epochs, {updates} updates{f', {done} done' if done else ''}; "
+        f"{device_name(device)}, {str(precision).removeprefix('torch.')}"
     )
 
     description = {
-        "format": 1,
+        "format": FORMAT,
         "task": "classification",
         "model": arguments,
         "classes": dataset.classes,
@@ -167,7 +174,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
             partial(
                 warmup_cosine,
                 updates=updates,
-                warmup=round(config.train.warmup_epochs * updates_per_epoch),
+                warmup=min(round(config.train.warmup_epochs * updates_per_epoch), updates - 1),
                 peak=config.train.lr,
                 final=config.train.min_lr,
             ),
@@ -198,7 +205,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
         "device": device_name(device),
         "versions": versions(),
         "training_seconds": sum(r["seconds"] for r in log.rows),
-        "last": log.rows[-1],
+        "last": log.rows[-1] if log.rows else None,
     }
     print(f"curves: {out / 'curves.png'}")
     if data.test is None:
@@ -221,6 +228,8 @@ def resolve(config: Config) -> tuple[Config, ImageFormat]:
     """
     size, native_mode = NATIVE[config.data.kind]
     mode = config.data.mode or native_mode
+    if size is None:
+        size = as_pair("image_size", vit_arguments(config.model.preset)["image_size"])
     if config.data.image_size is not None:
         size = as_pair("data.image_size", config.data.image_size)
     data = replace(config.data, image_size=size, mode=mode)
@@ -248,6 +257,8 @@ def open_run(config: Config, out: Path, resume: bool) -> tuple[TrainingStates, d
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out={out} is a file; choose a folder")
     states, saved = TrainingStates(out / "states"), out / "config.yaml"
+    if states.paths() and not saved.exists():
+        raise ValueError(f"{states.folder} holds training states without {saved}; choose another --out")
     if saved.exists() and not resume:
         raise ValueError(f"--out={out} already holds a run; go on with it with --resume, or choose another --out")
     if saved.exists():
@@ -271,6 +282,11 @@ class Data:
     mean: list[float]
     std: list[float]
     notes: list[str]
+
+    def identity(self) -> dict[str, Any]:
+        """What tells these data from others: how many images there are, and their statistics."""
+        counts = {n: loader.count if loader else 0 for n, loader in (("train", self.train), ("val", self.val))}
+        return counts | {"mean": self.mean, "std": self.std}
 
 
 def prepare(config: Config, dataset: ImageDataset, form: ImageFormat, device: torch.device) -> Data:
@@ -304,7 +320,11 @@ def prepare(config: Config, dataset: ImageDataset, form: ImageFormat, device: to
         config.train.batch_size,
         augmented,
         sample_transform=sample_transform(
-            form.image_size, min_crop_area=a.min_crop_area, policy=a.policy, magnitude=a.magnitude
+            form.image_size,
+            min_crop_area=a.min_crop_area,
+            interpolation=form.interpolation,
+            policy=a.policy,
+            magnitude=a.magnitude,
         ),
         crops=a.min_crop_area < 1,
         seed=config.seed,
@@ -357,6 +377,11 @@ def load_classifier(path: Path) -> tuple[VisionTransformer, dict[str, Any]]:
     weights, description = load_weights(path)
     if description.get("task") != "classification":
         raise ValueError(f"{path} holds a model for {description.get('task')!r}, not for classification")
+    missing_parts = {"model", "classes", "preprocessing", "config"} - description.keys()
+    if missing_parts:
+        raise ValueError(
+            f"{path} does not say everything about its model; missing are {', '.join(sorted(missing_parts))}"
+        )
     try:
         model = create_vit(**description["model"])
     except (KeyError, TypeError, ValueError) as error:
@@ -444,6 +469,7 @@ def evaluate(config: EvaluateConfig, checkpoint: Path) -> None:
         image_size=form.image_size,
         fake_images=data.fake_images,
         classes=description["classes"],
+        parts=("test",) if config.split == "test" else ("train", "val"),
         allow_missing_classes=data.allow_missing_classes,
     )
     if config.split == "val":
@@ -455,12 +481,13 @@ def evaluate(config: EvaluateConfig, checkpoint: Path) -> None:
         )
     in_memory = hold_in_memory(data, form, len(source))
     images, notes = open_part(config.split, source, data, form, in_memory)
-    for note in [*dataset.notes, *notes]:
+    for note in [*[f"data.{k} is {v}, other than in training" for k, v in changed.items()], *dataset.notes, *notes]:
         print(f"note: {note}")
     loader = make_loader(
         images, form, config.batch_size, BatchTransform(mean, std), workers=data.workers, device=device
     )
-    name = "_".join(["evaluation", *[p for p in (path.stem, config.split) if p not in ("last", "test")]])
+    parts = (path.stem, config.split, Path(data.root).name if {"kind", "root"} & changed.keys() else "test")
+    name = "_".join(["evaluation", *[p for p in parts if p not in ("last", "test")]])
     folder = Path(config.out) if config.out else path.parent / name
     values = report(path, loader, config.split, folder, device)
     if config.json:

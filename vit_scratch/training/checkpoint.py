@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+FORMAT = 1
+"""Version of what a training state and the description of weights hold."""
 KEY = "vit_scratch"
 """Where our description stands in the header of a safetensors file."""
 
@@ -27,6 +29,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Yields:
         The path to write to. After an error, a full disk among them, it is removed, and `path` is as it was.
+
+    Raises:
+        SaveError: the file could not be written.
     """
     temporary = path.with_name(f".{path.name}.part")  # always the same name: what a killed run left is written over
     try:
@@ -34,13 +39,17 @@ def replacing(path: Path) -> Iterator[Path]:
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        # torch raises a RuntimeError of its own while it handles the system's error, which says more.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        if isinstance(cause, (OSError, SafetensorError)):
+            raise SaveError(f"could not write {path}: {cause}; what was saved before is intact") from error
         raise
 
 
 class SaveError(OSError):
-    """A file that could not be written; the message says which, why, and what is still there."""
+    """A file that could not be written; the message says which and why."""
 
 
 def save_weights(path: Path, weights: dict[str, Tensor], description: dict[str, Any]) -> None:
@@ -50,11 +59,8 @@ def save_weights(path: Path, weights: dict[str, Tensor], description: dict[str, 
         SaveError: it could not be written; a file that was there before is intact.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    try:
-        with replacing(path) as temporary:
-            save_file(tensors, temporary, {KEY: json.dumps(description)})
-    except (OSError, SafetensorError) as error:
-        raise SaveError(f"could not write {path}: {error}; what was saved before is intact") from error
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, {KEY: json.dumps(description)})
 
 
 def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -71,7 +77,7 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it has no __iter__
     except (SafetensorError, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file ({error})") from error
-    if not isinstance(description, dict):
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise ValueError(
             f"{path} was not written by vit_scratch: its header does not describe its {len(weights)} tensors "
             f"({', '.join(list(weights)[:3])}, ...)"
@@ -89,10 +95,14 @@ class TrainingStates:
 
     Args:
         folder: where they are; made on the first save.
+
+    Attributes:
+        identity: what a run that goes on must find again, such as its data; stored in every state.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.identity: dict[str, Any] = {}
 
     def paths(self) -> list[Path]:
         """All states, the newest first."""
@@ -106,16 +116,9 @@ class TrainingStates:
             SaveError: it could not be written; the states that were there are intact.
         """
         path = self.folder / f"update_{update:08d}.pt"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as temporary, open(temporary, "wb") as file:
-                torch.save(state, file)
-        except (OSError, RuntimeError) as error:
-            # torch raises a RuntimeError of its own while it handles the system's error, which says more.
-            cause = error.__context__ if isinstance(error.__context__, OSError) else error
-            newest = next(iter(self.paths()), None)
-            kept = f"the state before it, {newest}, is intact" if newest else "there is no state before it"
-            raise SaveError(f"could not write {path}: {cause}; {kept}") from error
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary, open(temporary, "wb") as file:
+            torch.save(state | {"identity": self.identity}, file)
         # A state of a later update is one that could not be read when the run went on.
         later = [p for p in self.paths() if number(p) > update]
         for old in [*later, *[p for p in self.paths() if p not in later][2:]]:
@@ -130,7 +133,10 @@ class TrainingStates:
         faults: list[str] = []
         for path in self.paths():
             try:
-                return torch.load(path, map_location="cpu", weights_only=True), faults
+                state = torch.load(path, map_location="cpu", weights_only=True)
+                if state["format"] == FORMAT:
+                    return state, faults
+                faults.append(f"{path} can't be read: its format is {state['format']}, not {FORMAT}")
             # torch raises many kinds for a damaged file, and its messages advise to switch the safety off.
             except Exception as error:
                 faults.append(f"{path} can't be read: it is damaged or not ours ({type(error).__name__})")

@@ -108,4 +108,7 @@ class RunLog:
 def read_rows(folder: Path) -> list[Row]:
     """The rows in a run's metrics.jsonl, none where there is no such file."""
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); move it away to go on without its rows") from error

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from vit_scratch.training.checkpoint import TrainingStates
+from vit_scratch.training.checkpoint import FORMAT, TrainingStates
 from vit_scratch.training.ema import ExponentialMovingAverage
 from vit_scratch.training.interrupt import Interrupt
 from vit_scratch.training.log import Row, RunLog
@@ -212,7 +212,7 @@ def capture(
 ) -> dict[str, Any]:
     """Everything that `restore` needs to go on as if nothing had happened: tensors and plain Python values."""
     return {
-        "format": 1,
+        "format": FORMAT,
         "progress": asdict(progress),
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -220,6 +220,7 @@ def capture(
         "ema": None if ema is None else ema.state_dict(),
         "random_cpu": torch.get_rng_state(),
         "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "random_mps": torch.mps.get_rng_state() if device.type == "mps" else None,
     }
 
 
@@ -234,10 +235,13 @@ def restore(
     """Put back what `capture` returned."""
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    scaler.load_state_dict(state["scaler"])
+    if scaler.is_enabled() and state["scaler"]:  # empty where the run began on a device without one
+        scaler.load_state_dict(state["scaler"])
     if ema is not None:
         ema.load_state_dict(state["ema"])
     torch.set_rng_state(state["random_cpu"])
     if device.type == "cuda" and state["random_cuda"] is not None:
         torch.cuda.set_rng_state(state["random_cuda"], device)
+    if device.type == "mps" and state["random_mps"] is not None:
+        torch.mps.set_rng_state(state["random_mps"])
     return Progress(**state["progress"])

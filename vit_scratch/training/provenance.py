@@ -7,17 +7,26 @@ from pathlib import Path
 
 
 def versions() -> dict[str, str]:
-    """Versions of this package, its foundations and Python, and the commit where the package lies in a git checkout."""
-    here = str(Path(__file__).parent)
-    try:
-        git = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        commit = git.stdout.strip()
-    except OSError:  # no git
-        commit = ""
+    """Versions of this package, its foundations and Python, and the commit of the checkout it lies in."""
     packages = {}
     for name in ("vit-scratch", "torch", "torchvision"):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:  # a checkout that is not installed
             packages[name] = "not installed"
-    return {"commit": commit or "unknown", **packages, "python": platform.python_version()}
+    return {"commit": commit(), **packages, "python": platform.python_version()}
+
+
+def commit() -> str:
+    """The commit of the checkout, with "-dirty" where files differ from it; "unknown" outside of one."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        # Installed into an environment that lies in another project's checkout, this file is not that project's.
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
