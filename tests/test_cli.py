@@ -192,9 +192,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(
     message = capsys.readouterr().err
     for part in ("not finite at update", "loss", "learning rate"):
         assert part in message
-    state, faults = checkpoint.TrainingStates(out / "states").load()
-    assert state is not None
-    assert not faults
+    state = torch.load(checkpoint.TrainingStates(out / "states").paths()[0])["state"]
     assert all(torch.isfinite(w).all() for w in state["model"].values())
 
 
@@ -224,6 +222,15 @@ def test_a_full_disk_stops_with_status_1_and_leaves_the_state_before_it(
     assert not list(out.rglob("*.part"))
     monkeypatch.undo()
     assert run("train", "--out", out, "--resume") == 0
+
+
+def test_a_run_does_not_go_on_with_other_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = make_images(tmp_path / "data", {"train": {"red": 20, "green": 20}})
+    arguments = ("train", *FOLDERS, "--data.root", data, "--out", tmp_path / "run")
+    assert run(*arguments) == 0
+    (data / "train" / "red" / "0.png").unlink()
+    assert run(*arguments, "--resume") == 2
+    assert "other data" in capsys.readouterr().err
 
 
 def test_a_damaged_newest_state_is_named_and_the_one_before_it_used(

@@ -84,7 +84,9 @@ class AugmentConfig:
     """Augmentation of the training images."""
 
     shift: int = 4
-    """Move each image by up to so many pixels; a reflection comes in from outside."""
+    """Move each image by up to so many pixels."""
+    padding: Literal["reflect", "zero"] = "reflect"
+    """What comes in from outside then: the image's reflection, or black."""
     flip: bool = True
     """Mirror half of the images, left to right."""
     min_crop_area: float = 1.0

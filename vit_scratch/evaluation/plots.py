@@ -48,7 +48,8 @@ def plot_confusion(confusion: np.ndarray, classes: list[str], title: str, path: 
     axes = figure.subplots()
     image = axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
-    axes.set(title=title, xlabel="predicted class", ylabel="true class")
+    axes.set_title(title, parse_math=False)
+    axes.set(xlabel="predicted class", ylabel="true class")
     size = 10 if count <= 30 else 5
     names = [c if len(c) <= 16 else c[:15] + "…" for c in classes]
     rotation, align = (45, "right") if count <= 30 else (90, "center")

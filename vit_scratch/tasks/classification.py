@@ -39,7 +39,7 @@ from vit_scratch.data.loaders import (
 from vit_scratch.data.sources import NATIVE, ImageDataset, ImageSource, load
 from vit_scratch.evaluation.classification import evaluate_classifier
 from vit_scratch.evaluation.plots import plot_confusion, plot_curves
-from vit_scratch.training.checkpoint import FORMAT, TrainingStates, load_weights, replacing, save_weights
+from vit_scratch.training.checkpoint import TrainingStates, load_weights, replacing, save_weights
 from vit_scratch.training.device import device_name, pick_device, pick_precision, use_deterministic_algorithms
 from vit_scratch.training.ema import ExponentialMovingAverage
 from vit_scratch.training.log import Row, RunLog
@@ -90,7 +90,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
     device = pick_device(config.device)
     precision = pick_precision(config.train.precision, device)
     config, form = resolve(config)
-    states, state, faults = open_run(config, out, resume)
+    states = open_run(config, out, resume)
     if config.train.deterministic:
         use_deterministic_algorithms()
 
@@ -103,11 +103,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
     )
     data = prepare(config, dataset, form, device)
     states.identity = data.identity()
-    if state and state["identity"] != states.identity:
-        raise ValueError(
-            f"the images in {config.data.root} are not those that the run in {out} began with; put them back, or start "
-            "anew with another --out"
-        )
+    state, faults = states.load() if resume else (None, [])
     torch.manual_seed(config.seed)
     arguments = model_arguments(config.model, form.image_size, CHANNELS[form.mode], len(dataset.classes))
     model = create_vit(**arguments).to(device)
@@ -125,7 +121,6 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
         tensorboard=config.train.tensorboard,
     )
 
-    out.mkdir(parents=True, exist_ok=True)
     with replacing(out / "config.yaml") as path:
         path.write_text(to_yaml(config))
     log.say(to_yaml(config))
@@ -145,7 +140,6 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
     )
 
     description = {
-        "format": FORMAT,
         "task": "classification",
         "model": arguments,
         "classes": dataset.classes,
@@ -247,12 +241,11 @@ def model_arguments(config: ModelConfig, size: tuple[int, int], channels: int, n
     return {"preset": config.preset} | vit_arguments(config.preset, **given)
 
 
-def open_run(config: Config, out: Path, resume: bool) -> tuple[TrainingStates, dict[str, Any] | None, list[str]]:
-    """The training states of a run's folder, the newest that can be read, and notes on newer ones that can't.
+def open_run(config: Config, out: Path, resume: bool) -> TrainingStates:
+    """The training states of a run's folder.
 
     Raises:
-        ValueError: it is no folder, or holds a run that is not to be resumed, one of another configuration, or only
-            states that can't be read.
+        ValueError: it is no folder, or holds a run that is not to be resumed, or one of another configuration.
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out={out} is a file; choose a folder")
@@ -269,7 +262,7 @@ def open_run(config: Config, out: Path, resume: bool) -> tuple[TrainingStates, d
                 f"{out} was started with another configuration, and a run goes on as it began:{listed}\n"
                 "Leave these fields as they were, or start anew with another --out"
             )
-    return states, *(states.load() if resume else (None, []))
+    return states
 
 
 @dataclass
@@ -308,6 +301,7 @@ def prepare(config: Config, dataset: ImageDataset, form: ImageFormat, device: to
         mean,
         std,
         shift=a.shift,
+        padding=a.padding,
         flip=a.flip,
         erase=a.erase,
         mixup=a.mixup,

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ KEY = "vit_scratch"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file beside its final place and move it there when it is complete.
+    """Write a file beside its final place, make its folder if need be, and move it there when it is complete.
 
     Yields:
         The path to write to. After an error, a full disk among them, it is removed, and `path` is as it was.
@@ -35,15 +35,17 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(f".{path.name}.part")  # always the same name: what a killed run left is written over
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         # torch raises a RuntimeError of its own while it handles the system's error, which says more.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
-        if isinstance(cause, (OSError, SafetensorError)):
+        if isinstance(cause, (OSError, RuntimeError, SafetensorError)):
             raise SaveError(f"could not write {path}: {cause}; what was saved before is intact") from error
         raise
 
@@ -60,7 +62,7 @@ def save_weights(path: Path, weights: dict[str, Tensor], description: dict[str, 
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     with replacing(path) as temporary:
-        save_file(tensors, temporary, {KEY: json.dumps(description)})
+        save_file(tensors, temporary, {KEY: json.dumps({"format": FORMAT} | description)})
 
 
 def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -77,7 +79,7 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it has no __iter__
     except (SafetensorError, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file ({error})") from error
-    if not isinstance(description, dict) or description.get("format") != FORMAT:
+    if not isinstance(description, dict) or description.pop("format", None) != FORMAT:
         raise ValueError(
             f"{path} was not written by vit_scratch: its header does not describe its {len(weights)} tensors "
             f"({', '.join(list(weights)[:3])}, ...)"
@@ -97,7 +99,8 @@ class TrainingStates:
         folder: where they are; made on the first save.
 
     Attributes:
-        identity: what a run that goes on must find again, such as its data; stored in every state.
+        identity: plain values that a run which goes on must find again, such as what its data are; stored in every
+            state, and compared on loading.
     """
 
     def __init__(self, folder: Path):
@@ -116,9 +119,8 @@ class TrainingStates:
             SaveError: it could not be written; the states that were there are intact.
         """
         path = self.folder / f"update_{update:08d}.pt"
-        self.folder.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, open(temporary, "wb") as file:
-            torch.save(state | {"identity": self.identity}, file)
+            torch.save({"format": FORMAT, "identity": self.identity, "state": state}, file)
         # A state of a later update is one that could not be read when the run went on.
         later = [p for p in self.paths() if number(p) > update]
         for old in [*later, *[p for p in self.paths() if p not in later][2:]]:
@@ -128,18 +130,23 @@ class TrainingStates:
         """The newest state that can be read, None where there is none, and what is wrong with newer ones.
 
         Raises:
-            ValueError: there are states, but none can be read.
+            ValueError: there are states, but none can be read, or it is of another identity.
         """
         faults: list[str] = []
         for path in self.paths():
             try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
-                if state["format"] == FORMAT:
-                    return state, faults
-                faults.append(f"{path} can't be read: its format is {state['format']}, not {FORMAT}")
+                content = torch.load(path, map_location="cpu", weights_only=True)
+                form, identity, state = content["format"], content["identity"], content["state"]
             # torch raises many kinds for a damaged file, and its messages advise to switch the safety off.
             except Exception as error:
                 faults.append(f"{path} can't be read: it is damaged or not ours ({type(error).__name__})")
+                continue
+            if form != FORMAT:
+                faults.append(f"{path} can't be read: its format is {form}, and this version reads {FORMAT}")
+            elif identity != self.identity:
+                raise ValueError(f"{path} is of a run on other data: {identity} then, {self.identity} now")
+            else:
+                return state, faults
         if faults:
             raise ValueError("\n".join([*faults, "No other state is left; start anew with another --out"]))
         return None, faults

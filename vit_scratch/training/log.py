@@ -78,7 +78,6 @@ class RunLog:
         """Print the metrics of an epoch and add them to the files."""
         # A run that died after this epoch's row was written, and before its state was, writes it again.
         self.rows = [*(r for r in self.rows if r["update"] < row["update"]), row]
-        self.folder.mkdir(parents=True, exist_ok=True)
         with replacing(self.folder / "metrics.jsonl") as path:
             # JSON knows no NaN.
             clean = [{k: v if v is not None and math.isfinite(v) else None for k, v in r.items()} for r in self.rows]

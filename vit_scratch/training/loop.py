@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from vit_scratch.training.checkpoint import FORMAT, TrainingStates
+from vit_scratch.training.checkpoint import TrainingStates
 from vit_scratch.training.ema import ExponentialMovingAverage
 from vit_scratch.training.interrupt import Interrupt
 from vit_scratch.training.log import Row, RunLog
@@ -212,7 +212,6 @@ def capture(
 ) -> dict[str, Any]:
     """Everything that `restore` needs to go on as if nothing had happened: tensors and plain Python values."""
     return {
-        "format": FORMAT,
         "progress": asdict(progress),
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
