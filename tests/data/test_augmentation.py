@@ -9,7 +9,6 @@ from torch import nn
 from vit_scratch.data.augmentation import BatchTransform, erase, sample_transform, seeded, shift_and_flip
 from vit_scratch.tasks.classification import smoothed_cross_entropy
 
-
 MODES = {"reflect": "reflect", "zero": "constant"}
 
 

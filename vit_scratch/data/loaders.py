@@ -1,7 +1,7 @@
 """Batches for training and evaluation, from memory or from files read by worker processes.
 
-Order and augmentation are functions of (seed, epoch, place in the order), so that a run can go on in the middle of an epoch, and
-gives the same batches with any number of workers.
+Order and augmentation are functions of (seed, epoch, place in the order), so that a run can go on in the middle of an
+epoch, and gives the same batches with any number of workers.
 Shapes: B batch, C channels.
 """
 
