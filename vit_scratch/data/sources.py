@@ -17,7 +17,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from vit_scratch.data.images import Mode, open_file, read
 
-Size = tuple[int, int]
+Pair = tuple[int, int]
 
 
 class ImageSource:
@@ -48,7 +48,7 @@ class ImageSource:
         return ImageSource(images, self.labels[indices])
 
 
-NATIVE: dict[str, tuple[Size | None, Mode]] = {
+NATIVE: dict[str, tuple[Pair | None, Mode]] = {
     "digits": ((8, 8), "L"),
     "cifar10": ((32, 32), "RGB"),
     "cifar100": ((32, 32), "RGB"),
@@ -80,7 +80,7 @@ def load(
     kind: str,
     root: str,
     *,
-    image_size: Size = (32, 32),
+    image_size: Pair = (32, 32),
     fake_images: int = 1000,
     classes: list[str] | None = None,
     parts: tuple[str, ...] = ("train", "val", "test"),
@@ -142,7 +142,7 @@ def _cifar(kind: str, root: str) -> ImageDataset:
     )
 
 
-def _fake(image_size: Size, count: int) -> ImageDataset:
+def _fake(image_size: Pair, count: int) -> ImageDataset:
     parts = []
     for size, offset in ((count, 0), (max(count // 5, 1), count)):
         fake = datasets.FakeData(size, (3, *image_size), num_classes=10, random_offset=offset)

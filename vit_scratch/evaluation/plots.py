@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-matplotlib.rcParams["axes.spines.top"] = matplotlib.rcParams["axes.spines.right"] = False
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
@@ -30,6 +28,7 @@ def plot_curves(rows: list[dict], path: Path) -> None:
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
     loss.legend()
     accuracy.legend(loc="lower right")
     figure.savefig(path, dpi=120)
@@ -52,7 +51,8 @@ def plot_confusion(confusion: np.ndarray, classes: list[str], title: str, path: 
     axes.set(xlabel="predicted class", ylabel="true class")
     size = 10 if count <= 30 else 5
     names = [c if len(c) <= 16 else c[:15] + "…" for c in classes]
-    rotation, align = (45, "right") if count <= 30 else (90, "center")
+    short = max(map(len, names)) <= 3 and count <= 30
+    rotation, align = (0, "center") if short else (45, "right") if count <= 30 else (90, "center")
     axes.set_xticks(range(count), names, rotation=rotation, ha=align, parse_math=False)
     axes.set_yticks(range(count), names, parse_math=False)
     axes.tick_params(labelsize=size, length=0)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Interrupt:
-    """Inside a `with` block, notes the first SIGINT or SIGTERM; a second SIGINT interrupts at once.
+    """Inside a `with` block, notes the first SIGINT or SIGTERM; a SIGINT after it interrupts at once.
 
     Attributes:
         signal: the number of the signal that came, None where none did.

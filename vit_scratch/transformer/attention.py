@@ -13,7 +13,9 @@ from vit_scratch.transformer.positions import Rotation, rotate
 from vit_scratch.transformer.residual import check_probability
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0):
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Scaled dot-product attention, step by step ("Attention Is All You Need", equation 1).
 
     Args:
@@ -37,7 +39,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
     return F.dropout(weights, dropout) @ value, weights
 
 
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0):
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
     """The same attended values as `attention` from PyTorch's fused kernels, without the weights.
 
     Args and first return value as `attention`.
@@ -130,7 +134,7 @@ class MultiHeadAttention(nn.Module):
         mask: Tensor | None = None,
         rotation: Rotation | None = None,
         return_weights: bool = False,
-    ):
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Let each token of `x` gather from `memory`, or from `x` itself where no memory is given.
 
         Args:
@@ -169,4 +173,4 @@ class MultiHeadAttention(nn.Module):
         else:
             output, weights = attention(query, key, value, mask, dropout)
         output = self.out(rearrange(output, "b h n k -> b n (h k)"))
-        return (output, weights) if return_weights else output
+        return output if weights is None or not return_weights else (output, weights)

@@ -48,7 +48,9 @@ class DecoderLayer(nn.Module):
         self.feed_forward = FeedForward(dim, hidden_dim, activation=activation, dropout=dropout)
         self.branch3 = residual_branch(dim, dropout, 0.0, None)
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, memory_mask: Tensor | None = None):
+    def forward(
+        self, x: Tensor, memory: Tensor, mask: Tensor | None = None, memory_mask: Tensor | None = None
+    ) -> Tensor:
         """(B, N, D) and memory (B, S, D) -> (B, N, D). Nothing is causal here but what `mask` says."""
         if self.norm_first:
             x = x + self.branch1(self.self_attention(self.norm1(x), mask=mask))
@@ -73,7 +75,7 @@ class Decoder(nn.Module):
         others: as `DecoderLayer`.
 
     Raises:
-        ValueError: `heads` does not divide `dim`, or an unknown activation.
+        ValueError: `heads` does not divide `dim`, an unknown activation, or a depth, width or probability out of range.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class Encoder(nn.Module):
         gradient_checkpointing: recompute each layer in the backward pass to save memory (False at first).
 
     Raises:
-        ValueError: `heads` does not divide `dim`, an unknown activation, a drop_path that is no probability.
+        ValueError: `heads` does not divide `dim`, an unknown activation, or a depth, width or probability out of range.
     """
 
     def __init__(
