@@ -21,24 +21,27 @@ TRAIN = [sys.executable, str(Path(__file__).parents[1] / "train.py")]
 TIMES = ("seconds", "items_per_second")
 
 
-def train(arguments: list[str], out: Path, kill_after: float | None = None) -> bool:
-    """Run or resume a training; with `kill_after` SIGKILL it so many seconds after its next update is saved or done.
+def train(arguments: list[str], out: Path, kill_after: float | None = None) -> tuple[bool, float]:
+    """Run or resume a training; with `kill_after` SIGKILL it so many seconds after it has saved its first state.
+
+    Starting up takes seconds in which there is nothing to lose, and is not counted.
 
     Returns:
-        True where the training finished.
+        Whether the training finished, and the seconds from its first state on.
     """
     before = states(out)
     process = subprocess.Popen([*TRAIN, *arguments, "--out", str(out), "--resume"], stdout=subprocess.DEVNULL)
-    while kill_after is not None and states(out) == before and process.poll() is None:
-        time.sleep(0.02)  # starting up takes seconds, in which there is nothing to lose
+    while states(out) == before and process.poll() is None:
+        time.sleep(0.02)
+    began = time.monotonic()
     try:
         if process.wait(timeout=kill_after):
             raise SystemExit(f"train.py ended with status {process.returncode}")
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-        return False
-    return True
+        return False, time.monotonic() - began
+    return True, time.monotonic() - began
 
 
 def states(out: Path) -> list[str]:
@@ -62,14 +65,12 @@ def main() -> int:
     moments = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         whole, broken = Path(folder) / "whole", Path(folder) / "broken"
-        began = time.monotonic()
-        train(options.train, whole)
-        duration = time.monotonic() - began
-        print(f"undisturbed run: {duration:.0f} s", flush=True)
+        _, duration = train(options.train, whole)
+        print(f"undisturbed run: {duration:.0f} s from its first state on", flush=True)
         landed = 0
         for kill in range(options.kills):
             after = duration / (options.kills + 1) * moments.uniform(0.1, 1.0)
-            finished = train(options.train, broken, after)
+            finished, _ = train(options.train, broken, after)
             landed += not finished
             where = "too late, the training had finished" if finished else f"newest state {states(broken)[-1]}"
             print(f"kill {kill + 1}, {after:.1f} s after the first state: {where}", flush=True)
