@@ -310,18 +310,18 @@ def build_from_dict(cls: type[T], values: dict[str, Any]) -> T:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as nested dictionaries of plain values, for YAML and JSON."""
-    return yaml.safe_load(to_yaml(config))
-
-
-def to_yaml(config: Any) -> str:
-    """A configuration as YAML text that `read_config` reads again."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {k: plain(v) for k, v in value.items()}
         return list(value) if isinstance(value, tuple) else value
 
-    return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False)
+    return plain(dataclasses.asdict(config))
+
+
+def to_yaml(config: Any) -> str:
+    """A configuration as YAML text that `read_config` reads again."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
 
 
 FREE_TO_CHANGE = {"device", "data.root", "data.workers", "train.log_every", "train.checkpoint_every"}

@@ -204,11 +204,13 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
     print(f"curves: {out / 'curves.png'}")
     if data.test is None:
         print(f"there are no test images in {config.data.root}, so there is no test accuracy")
-    elif ema is not None:
-        folder, label = out / "evaluation_ema", "test, averaged weights:"
-        summary["test_ema"] = report(out / "ema.safetensors", data.test, "test", folder, device, label)
-    if data.test is not None:
-        summary["test"] = report(out / "last.safetensors", data.test, "test", out / "evaluation", device)
+    else:
+        finals = [("last", "test", "evaluation", "test")]  # its sentence is the last line that is printed
+        if ema is not None:
+            finals.insert(0, ("ema", "test_ema", "evaluation_ema", "test, averaged weights:"))
+        for name, key, folder, label in finals:
+            path = out / f"{name}.safetensors"
+            summary[key] = report(path, load_classifier(path), data.test, "test", out / folder, device, label)
     with replacing(out / "summary.json") as path:
         path.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
     return None
@@ -395,12 +397,19 @@ def load_classifier(path: Path) -> tuple[VisionTransformer, dict[str, Any]]:
 
 
 def report(
-    path: Path, loader: Loader, split: str, folder: Path, device: torch.device, label: str | None = None
+    path: Path,
+    loaded: tuple[VisionTransformer, dict[str, Any]],
+    loader: Loader,
+    split: str,
+    folder: Path,
+    device: torch.device,
+    label: str | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the model in a weights file, write results and confusion matrix, and print them.
+    """Evaluate the model of a weights file, write results and confusion matrix, and print them.
 
     Args:
-        path: the weights file.
+        path: the weights file, as the results name it.
+        loaded: what `load_classifier` returned for it.
         loader: the images.
         split: what they are called, "test" or "val".
         folder: where results and pictures go.
@@ -409,11 +418,8 @@ def report(
 
     Returns:
         All results as plain values.
-
-    Raises:
-        ValueError: as `load_classifier`.
     """
-    model, description = load_classifier(path)
+    model, description = loaded
     classes = description["classes"]
     result = evaluate_classifier(model.to(device), loader.batches(), len(classes), loader.count)
     values = {"checkpoint": str(path), "split": split} | result.to_dict(classes)
@@ -448,7 +454,7 @@ def evaluate(config: EvaluateConfig, checkpoint: Path) -> None:
             f"--json={config.json}: there is no folder {Path(config.json).absolute().parent}; make it first"
         )
     device = pick_device(config.device)
-    _, description = load_classifier(path)
+    model, description = load_classifier(path)
     data = build_from_dict(Config, description["config"]).data
     changed = {k: v for k, v in asdict(config.data).items() if v is not None}
     for name, value in changed.items():
@@ -483,7 +489,7 @@ def evaluate(config: EvaluateConfig, checkpoint: Path) -> None:
     parts = (path.stem, config.split, Path(data.root).name if {"kind", "root"} & changed.keys() else "test")
     name = "_".join(["evaluation", *[p for p in parts if p not in ("last", "test")]])
     folder = Path(config.out) if config.out else path.parent / name
-    values = report(path, loader, config.split, folder, device)
+    values = report(path, (model, description), loader, config.split, folder, device)
     if config.json:
         with replacing(Path(config.json)) as temporary:
             temporary.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
