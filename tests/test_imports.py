@@ -19,7 +19,7 @@ ALLOWED = {
     "cli": {"config", "tasks"},
     "__init__": {"transformer", "vision"},
 }
-PACKAGES_OF_TRANSFORMER = {"torch", "einops", "math", "collections", "typing"}
+PACKAGES_OF_TRANSFORMER = {"torch", "einops", "math", "collections", "typing", "dataclasses"}
 
 
 def imported(path: Path) -> set[str]:

@@ -40,14 +40,20 @@ def attention(
 
 
 def fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False
 ) -> Tensor:
     """The same attended values as `attention` from PyTorch's fused kernels, without the weights.
 
-    Args and first return value as `attention`.
+    Args:
+        causal: instead of a mask: the last query sees all keys, the one before it all but the last, and so on.
+        others: as `attention`, and so is the first value that it returns.
     """
+    queries, keys = query.shape[-2], key.shape[-2]
+    if causal and queries not in (1, keys):  # PyTorch would align the first query with the first key
+        mask = causal_mask(queries, keys, query.device)
     if mask is None:
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        causal = causal and queries > 1
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=causal)
     # What a kernel does with a row that allows nothing differs between devices, so no kernel gets to see one.
     empty = ~mask.any(dim=-1, keepdim=True)  # (..., N or 1, 1)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask | empty, dropout_p=dropout)
@@ -88,9 +94,13 @@ def expand_mask(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -
     )
 
 
-def causal_mask(length: int, device: torch.device | None = None) -> Tensor:
-    """The (N, N) mask in which token n may attend to tokens 0..n, itself included."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+def causal_mask(length: int, keys: int | None = None, device: torch.device | None = None) -> Tensor:
+    """The (N, N) mask in which token n may attend to tokens 0..n, itself included.
+
+    With more `keys` S than tokens, the tokens are the last of them: (N, S), the last row all True.
+    """
+    keys = length if keys is None else keys
+    return torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
 
 
 def check_heads(dim: int, heads: int) -> None:
@@ -98,6 +108,41 @@ def check_heads(dim: int, heads: int) -> None:
     if dim < 1 or heads < 1 or dim % heads:
         valid = ", ".join(str(h) for h in range(1, max(dim, 0) + 1) if dim % h == 0)
         raise ValueError(f"dim={dim} is not divisible by heads={heads}; valid head counts: {valid or 'none'}")
+
+
+class KeyValueCache:
+    """Keys and values of the tokens so far, kept from step to step of a generation.
+
+    Attributes:
+        length: number of tokens S.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.buffers: tuple[Tensor, Tensor] | None = None  # keys and values (B, H, room, K), room >= S
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in keys and values (B, H, N, K) of new tokens; returns all of them, (B, H, S, K)."""
+        before, self.length = self.length, self.length + key.shape[2]
+        if self.buffers is None or self.length > self.buffers[0].shape[2]:
+            room = 2 * self.length if before else self.length  # a memory is never added to
+            grown = tuple(new.new_empty(*new.shape[:2], room, new.shape[3]) for new in (key, value))
+            for new, old in zip(grown, self.buffers or (), strict=False):
+                new[:, :, :before] = old[:, :, :before]
+            self.buffers = grown[0], grown[1]
+        for buffer, new in zip(self.buffers, (key, value), strict=True):
+            buffer[:, :, before : self.length] = new
+        return self.contents()
+
+    def contents(self) -> tuple[Tensor, Tensor]:
+        """Keys and values so far, each (B, H, S, K)."""
+        assert self.buffers is not None
+        return self.buffers[0][:, :, : self.length], self.buffers[1][:, :, : self.length]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order; a row may be taken more than once."""
+        if self.buffers is not None:
+            self.buffers = self.buffers[0][rows], self.buffers[1][rows]
 
 
 class MultiHeadAttention(nn.Module):
@@ -132,7 +177,9 @@ class MultiHeadAttention(nn.Module):
         memory: Tensor | None = None,
         *,
         mask: Tensor | None = None,
+        causal: bool = False,
         rotation: Rotation | None = None,
+        cache: KeyValueCache | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Let each token of `x` gather from `memory`, or from `x` itself where no memory is given.
@@ -141,36 +188,50 @@ class MultiHeadAttention(nn.Module):
             x: (B, N, D).
             memory: (B, S, D); without it this is self-attention and S = N.
             mask: boolean, True means "may attend"; shapes as `expand_mask`.
+            causal: on top of the mask, let no token attend to a later one; for self-attention only.
             rotation: rotary positions of the N tokens, for self-attention only.
+            cache: keys and values from step to step, for inference. In self-attention `x` holds the tokens that
+                follow those in the cache, and S counts them all. A memory is read in the first step only.
             return_weights: also return the weights; this takes the readable path, the output stays the same.
 
         Returns:
             (B, N, D), and with `return_weights` the weights (B, H, N, S) beside it.
 
         Raises:
-            ValueError: a mask that `expand_mask` refuses, or a rotation together with a memory.
+            ValueError: a mask that `expand_mask` refuses, or `rotation` or `causal` together with a memory.
         """
         if memory is None:
             query, key, value = rearrange(self.qkv(x), "b n (three h k) -> three b h n k", three=3, h=self.heads)
-        else:
+            query, key = self.query_norm(query), self.key_norm(key)
             if rotation is not None:
-                raise ValueError("rotation describes the tokens of x and can't be used with a memory")
-            weight, bias = self.qkv.weight.tensor_split([self.dim]), self.qkv.bias.tensor_split([self.dim])
-            query = rearrange(F.linear(x, weight[0], bias[0]), "b n (h k) -> b h n k", h=self.heads)
-            key, value = rearrange(
-                F.linear(memory, weight[1], bias[1]), "b s (two h k) -> two b h s k", two=2, h=self.heads
-            )
-        query, key = self.query_norm(query), self.key_norm(key)
-        if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
-        if mask is not None:
-            mask = expand_mask(mask, x.shape[0], self.heads, query.shape[-2], key.shape[-2])
-
-        dropout = self.dropout if self.training else 0.0
-        weights = None
-        if self.fused and not return_weights:
-            output = fused_attention(query, key, value, mask, dropout)
+                query, key = rotate(query, rotation), rotate(key, rotation)
+            if cache is not None:
+                key, value = cache.append(key, value)
         else:
+            if rotation is not None or causal:
+                raise ValueError("rotation and causal describe the tokens of x and can't be used with a memory")
+            query = F.linear(x, self.qkv.weight[: self.dim], self.qkv.bias[: self.dim])
+            query = self.query_norm(rearrange(query, "b n (h k) -> b h n k", h=self.heads))
+            if cache is not None and cache.length:
+                key, value = cache.contents()
+            else:
+                projected = F.linear(memory, self.qkv.weight[self.dim :], self.qkv.bias[self.dim :])
+                key, value = rearrange(projected, "b s (two h k) -> two b h s k", two=2, h=self.heads)
+                key = self.key_norm(key)
+                if cache is not None:
+                    cache.append(key, value)
+        queries, keys = query.shape[-2], key.shape[-2]
+        if mask is not None:
+            mask = expand_mask(mask, x.shape[0], self.heads, queries, keys)
+        dropout = self.dropout if self.training else 0.0
+        readable = return_weights or not self.fused
+        if causal and (readable or mask is not None):
+            triangle = causal_mask(queries, keys, x.device)
+            mask, causal = triangle if mask is None else mask & triangle, False
+        weights = None
+        if readable:
             output, weights = attention(query, key, value, mask, dropout)
+        else:
+            output = fused_attention(query, key, value, mask, dropout, causal)
         output = self.out(rearrange(output, "b h n k -> b n (h k)"))
         return output if weights is None or not return_weights else (output, weights)

@@ -5,15 +5,44 @@ Shapes: B batch, N target tokens, S source tokens, D model width, H heads.
 
 from torch import Tensor, nn
 
-from vit_scratch.transformer.attention import MultiHeadAttention, causal_mask, expand_mask
+from vit_scratch.transformer.attention import KeyValueCache, MultiHeadAttention, expand_mask
 from vit_scratch.transformer.encoder import check_width
 from vit_scratch.transformer.feed_forward import FeedForward
 from vit_scratch.transformer.initialisation import initialise_layers
 from vit_scratch.transformer.residual import residual_branch
 
 
+class LayerCache:
+    """What a decoder layer keeps from step to step: the target's keys and values, which grow, and the memory's."""
+
+    def __init__(self) -> None:
+        self.target, self.memory = KeyValueCache(), KeyValueCache()
+
+
+class DecoderCache:
+    """What a decoder keeps from step to step of a generation.
+
+    Args:
+        depth: number of layers of the decoder.
+    """
+
+    def __init__(self, depth: int):
+        self.layers = [LayerCache() for _ in range(depth)]
+
+    @property
+    def length(self) -> int:
+        """Number of target tokens so far."""
+        return self.layers[0].target.length
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order; a row may be taken more than once."""
+        for layer in self.layers:
+            layer.target.select(rows)
+            layer.memory.select(rows)
+
+
 class DecoderLayer(nn.Module):
-    """Self-attention, cross-attention and a feed-forward network, each with a residual connection.
+    """Causal self-attention, cross-attention and a feed-forward network, each with a residual connection.
 
     Args:
         dim: model width D.
@@ -49,16 +78,22 @@ class DecoderLayer(nn.Module):
         self.branch3 = residual_branch(dim, dropout, 0.0, None)
 
     def forward(
-        self, x: Tensor, memory: Tensor, mask: Tensor | None = None, memory_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
-        """(B, N, D) and memory (B, S, D) -> (B, N, D). Nothing is causal here but what `mask` says."""
+        """(B, N, D) and memory (B, S, D) -> (B, N, D); masks and cache as `Decoder.forward`."""
+        target, source = (None, None) if cache is None else (cache.target, cache.memory)
         if self.norm_first:
-            x = x + self.branch1(self.self_attention(self.norm1(x), mask=mask))
-            x = x + self.branch2(self.cross_attention(self.norm2(x), memory, mask=memory_mask))
+            x = x + self.branch1(self.self_attention(self.norm1(x), mask=mask, causal=True, cache=target))
+            x = x + self.branch2(self.cross_attention(self.norm2(x), memory, mask=memory_mask, cache=source))
             x = x + self.branch3(self.feed_forward(self.norm3(x)))
         else:
-            x = self.norm1(x + self.branch1(self.self_attention(x, mask=mask)))
-            x = self.norm2(x + self.branch2(self.cross_attention(x, memory, mask=memory_mask)))
+            x = self.norm1(x + self.branch1(self.self_attention(x, mask=mask, causal=True, cache=target)))
+            x = self.norm2(x + self.branch2(self.cross_attention(x, memory, mask=memory_mask, cache=source)))
             x = self.norm3(x + self.branch3(self.feed_forward(x)))
         return x
 
@@ -110,15 +145,22 @@ class Decoder(nn.Module):
         initialise_layers(self)
 
     def forward(
-        self, x: Tensor, memory: Tensor, mask: Tensor | None = None, memory_mask: Tensor | None = None
+        self,
+        x: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: DecoderCache | None = None,
     ) -> Tensor:
         """Decode target token vectors.
 
         Args:
-            x: (B, N, D), the target tokens.
+            x: (B, N, D), the target tokens; with a cache, those that follow the ones it knows.
             memory: (B, S, D), the encoder's output.
             mask: boolean, True means "may attend", on top of the causal mask; (N, N), (B, N), (B, N, N), (B, H, N, N).
+                With a cache the last dimension counts the tokens in it too.
             memory_mask: likewise for the memory; (N, S), (B, S) for padding, (B, N, S) or (B, H, N, S).
+            cache: keys and values from step to step, for inference; the memory is read in the first step only.
 
         Returns:
             (B, N, D).
@@ -128,13 +170,11 @@ class Decoder(nn.Module):
         """
         check_width(x, self.dim)
         check_width(memory, self.dim)
-        causal = causal_mask(x.shape[1], x.device)  # (N, N)
+        batch, length = x.shape[:2]
         if mask is not None:
-            causal = causal & expand_mask(mask, x.shape[0], self.heads, x.shape[1], x.shape[1])
-        else:
-            causal = causal[None]  # (1, N, N): never to be taken for padding
+            mask = expand_mask(mask, batch, self.heads, length, length + (cache.length if cache else 0))
         if memory_mask is not None:
-            memory_mask = expand_mask(memory_mask, x.shape[0], self.heads, x.shape[1], memory.shape[1])
-        for layer in self.layers:
-            x = layer(x, memory, causal, memory_mask)
+            memory_mask = expand_mask(memory_mask, batch, self.heads, length, memory.shape[1])
+        for layer, kept in zip(self.layers, cache.layers if cache else [None] * self.depth, strict=True):
+            x = layer(x, memory, mask, memory_mask, kept)
         return self.norm(x)

@@ -54,10 +54,14 @@ class SinusoidalPositions(nn.Module):
         # Not in the state dict: it is a constant, and checkpoints of other lengths stay loadable.
         self.register_buffer("table", sinusoids(torch.arange(max_length), dim), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, N, D) -> (B, N, D), a new tensor. Raises ValueError where N exceeds `max_length`."""
-        check_length(x.shape[1], self.max_length)
-        return x + self.table[: x.shape[1]].to(x.dtype)
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """(B, N, D) -> (B, N, D), a new tensor; the first token stands at position `start`.
+
+        Raises ValueError where the last one exceeds `max_length`.
+        """
+        end = start + x.shape[1]
+        check_length(end, self.max_length)
+        return x + self.table[start:end].to(x.dtype)
 
 
 class LearnedPositions(nn.Module):
