@@ -9,7 +9,7 @@ import yaml
 
 from vit_scratch.config import (
     FREE_TO_CHANGE,
-    Config,
+    ClassificationConfig,
     EvaluateConfig,
     build_from_dict,
     differences,
@@ -139,13 +139,13 @@ def test_a_configuration_survives_yaml_and_dictionaries(tmp_path: Path) -> None:
         )
     )
     assert read_config(write(tmp_path, to_yaml(config))) == config
-    assert build_from_dict(Config, to_dict(config)) == config
+    assert build_from_dict(ClassificationConfig, to_dict(config)) == config
     assert yaml.safe_load(to_yaml(config))["train"]["lr"] == 1e-5  # a number to plain YAML readers too
 
 
 def test_a_stored_configuration_with_an_unknown_field_is_refused() -> None:
     with pytest.raises(ValueError, match="lrr"):
-        build_from_dict(Config, {"train": {"lrr": 1.0}})
+        build_from_dict(ClassificationConfig, {"train": {"lrr": 1.0}})
 
 
 def test_differences_names_changed_fields_and_forgives_those_without_effect(tmp_path: Path) -> None:
@@ -164,11 +164,11 @@ def test_shipped_configurations_are_valid_and_say_how_they_were_measured(path: P
     assert "torch" in header
 
 
-@pytest.mark.parametrize("cls", [Config, EvaluateConfig])
+@pytest.mark.parametrize("cls", [ClassificationConfig, EvaluateConfig])
 def test_every_field_is_documented_in_help(cls: type, capsys: pytest.CaptureFixture[str]) -> None:
     from vit_scratch import cli
 
-    command = {Config: "train", EvaluateConfig: "evaluate"}[cls]
+    command = {ClassificationConfig: "train", EvaluateConfig: "evaluate"}[cls]
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])
     text = capsys.readouterr().out

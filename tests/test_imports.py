@@ -12,7 +12,7 @@ ALLOWED = {
     "transformer": set(),
     "vision": {"transformer"},
     "data": set(),
-    "evaluation": set(),
+    "evaluation": {"transformer"},
     "training": set(),
     "config": set(),
     "tasks": {"config", "vision", "data", "evaluation", "training", "transformer"},

@@ -1,43 +1,56 @@
-"""The command `vit-scratch train | evaluate`, which `train.py` and `evaluate.py` call too.
+"""The command `vit-scratch train | evaluate | translate`; `train.py` and `evaluate.py` call it too.
 
 Exit status: 0 when done; 2 for input that can't work, before any work is done; 1 for what goes wrong later; 128 + the
 signal's number when stopped by a signal. With VIT_SCRATCH_TRACEBACK=1 in the environment errors show where they arose.
 """
 
+import importlib
+import io
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
-from vit_scratch.config import Config, EvaluateConfig, Parser, add_config, build, parse
+from vit_scratch.config import TASKS, EvaluateConfig, Parser, TranslateConfig, add_config, build, config_class, parse
 
 USAGE = """usage: vit-scratch COMMAND ...
 
 commands:
-  train     train a Vision Transformer and report its accuracy
-  evaluate  evaluate a trained model
+  train      train a Vision Transformer, or an encoder-decoder on sequences, and report how good it is
+  evaluate   evaluate a trained model
+  translate  translate sentences with a trained model
 
 vit-scratch COMMAND --help lists the fields of a command."""
 
 
+def task_module(task: str) -> ModuleType:
+    """The module of a task; late, as it takes seconds, which an error in the command line need not wait for."""
+    return importlib.import_module(f"vit_scratch.tasks.{task}")
+
+
 def train(arguments: list[str], prog: str) -> int:
     """The command `train`; returns the exit status."""
-    parser = Parser(prog=prog, description="Train a Vision Transformer; without --config on CIFAR-10.")
-    add_config(parser, Config)
+    cls = config_class(arguments)
+    parser = Parser(
+        prog=prog,
+        description="Train a Vision Transformer, without --config on CIFAR-10; or, with the task sequence, an "
+        "encoder-decoder. --help lists the fields of the task in --config or --task.",
+    )
+    add_config(parser, cls)
     parser.add_argument("--out", type=str, help="Folder of the run; runs/NAME for a configuration file NAME.yaml.")
     parser.add_argument(
         "--resume", action="store_true", help="Go on with the run in that folder, or start it where there is none."
     )
     values = parse(parser, arguments)
-    name = Path(str(values.config[0])).stem if values.config else "cifar10"
-    out = Path(values.out or f"runs/{name}")
+    default = {"classification": "cifar10", "sequence": "reverse"}[values.task]
+    out = Path(values.out or f"runs/{Path(str(values.config[0])).stem if values.config else default}")
     saved = out / "config.yaml"
     if values.resume and saved.exists() and not values.config:
-        values = parse(parser, ["--config", str(saved), *arguments])
-    config = build(Config, values)
-    from vit_scratch.tasks import classification  # late: it takes seconds, which an error above need not wait for
-
-    stopped = classification.train(config, out, resume=values.resume)
+        return train(["--config", str(saved), "--out", str(out), *arguments], prog)
+    config = build(cls, values)
+    stopped = task_module(config.task).train(config, out, resume=values.resume)
     if stopped is not None:
         print(f"stopped by {signal.Signals(stopped).name}, state saved; go on with: {prog} --out {out} --resume")
         return 128 + stopped
@@ -51,13 +64,41 @@ def evaluate(arguments: list[str], prog: str) -> int:
     parser.add_class_arguments(EvaluateConfig, None)
     values = parse(parser, arguments)
     config = build(EvaluateConfig, values)
-    from vit_scratch.tasks import classification
+    from vit_scratch.tasks.run import check_folder, task_of, weights_file
 
-    classification.evaluate(config, Path(values.checkpoint))
+    path = weights_file(Path(values.checkpoint))
+    check_folder("json", config.json)
+    task_module(task_of(path, list(TASKS))).evaluate(config, path)
     return 0
 
 
-COMMANDS = {"train": train, "evaluate": evaluate}
+def translate(arguments: list[str], prog: str) -> int:
+    """The command `translate`; returns the exit status."""
+    parser = Parser(prog=prog, description="Translate sentences with a trained model, a line each.")
+    parser.add_argument("--checkpoint", type=str, required=True, help="Folder of a run, or a .safetensors file.")
+    parser.add_argument("sentences", nargs="*", type=str, help="What to translate; without, the lines of the input.")
+    parser.add_class_arguments(TranslateConfig, None)
+    values = parse(parser, arguments)
+    config = build(TranslateConfig, values)
+    from vit_scratch.tasks.run import weights_file
+
+    path = weights_file(Path(values.checkpoint))
+    task_module("sequence").translate(config, path, values.sentences or input_lines())
+    return 0
+
+
+def input_lines() -> Iterator[str]:
+    """The lines of the standard input. Raises ValueError where they are not UTF-8."""
+    lines = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig") if hasattr(sys.stdin, "buffer") else sys.stdin
+    number = 0
+    try:
+        for number, line in enumerate(lines, 1):  # noqa: B007  # named in the message
+            yield line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the input is not UTF-8 after line {number} ({error.reason}); convert it first") from error
+
+
+COMMANDS = {"train": train, "evaluate": evaluate, "translate": translate}
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:

@@ -1,5 +1,6 @@
 """The configuration of a run: typed fields with their meaning, read from a YAML file and the command line, strictly."""
 
+import argparse
 import dataclasses
 import difflib
 import sys
@@ -15,6 +16,20 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 Size = int | tuple[int, int]
+
+
+def check_at_least(values: dict[str, tuple[float, float]]) -> None:
+    """Raise ValueError for the first of {name: (value, lowest)} that is lower, or not finite."""
+    for name, (value, low) in values.items():
+        if not low <= value < float("inf"):
+            raise ValueError(f"{name}={value} is out of range; it must be a finite number of at least {low}")
+
+
+def check_below_one(values: dict[str, float]) -> None:
+    """Raise ValueError for the first of {name: value} that is no share of at least 0 and below 1."""
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name}={value} is out of range; it must be a share between 0 and 1")
 
 
 @dataclass
@@ -105,12 +120,10 @@ class AugmentConfig:
 
 @dataclass
 class TrainConfig:
-    """Optimisation, and what is written on the way."""
+    """Optimisation, and what is written on the way, for every task."""
 
     epochs: int = 100
-    """Passes over the training images."""
-    batch_size: int = 128
-    """Images per forward pass."""
+    """Passes over the training data."""
     accumulate: int = 1
     """Batches whose gradients make one update."""
     lr: float = 1e-3
@@ -142,11 +155,56 @@ class TrainConfig:
     tensorboard: bool = False
     """Also write TensorBoard files (needs the tensorboard extra)."""
 
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        check_at_least(
+            {
+                "train.epochs": (self.epochs, 1),
+                "train.accumulate": (self.accumulate, 1),
+                "train.lr": (self.lr, 0),
+                "train.min_lr": (self.min_lr, 0),
+                "train.warmup_epochs": (self.warmup_epochs, 0),
+                "train.weight_decay": (self.weight_decay, 0),
+                "train.clip_norm": (self.clip_norm, 0),
+                "train.checkpoint_every": (self.checkpoint_every or 1, 1),
+                "train.log_every": (self.log_every, 1),
+            }
+        )
+        check_below_one(
+            {
+                "train.label_smoothing": self.label_smoothing,
+                "train.ema_decay": self.ema_decay,
+                "train.betas[0]": self.betas[0],
+                "train.betas[1]": self.betas[1],
+            }
+        )
+        if self.min_lr > self.lr:
+            raise ValueError(f"train.min_lr={self.min_lr} is above train.lr={self.lr}; lower it")
+        if self.warmup_epochs >= self.epochs:
+            raise ValueError(
+                f"train.warmup_epochs={self.warmup_epochs} leaves nothing of train.epochs={self.epochs}; lower it"
+            )
+
 
 @dataclass
-class Config:
-    """A training run."""
+class ImageTrainConfig(TrainConfig):
+    """Optimisation, and what is written on the way."""
 
+    batch_size: int = 128
+    """Images per forward pass."""
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        super().__post_init__()
+        check_at_least({"train.batch_size": (self.batch_size, 1)})
+
+
+@dataclass
+class ClassificationConfig:
+    """The training of an image classifier."""
+
+    task: Literal["classification"] = "classification"
+    """What is trained: classification, or sequence for an encoder-decoder (its fields: --task sequence --help)."""
     seed: int = 0
     """Seed of weights, order and augmentation."""
     device: str = "auto"
@@ -154,56 +212,165 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
+    train: ImageTrainConfig = field(default_factory=ImageTrainConfig)
 
     def __post_init__(self) -> None:
         """Refuse values out of range. What the data and the network can't do, they refuse themselves."""
-        at_least = {
-            "seed": (self.seed, 0),
-            "data.split_seed": (self.data.split_seed, 0),
-            "data.workers": (self.data.workers, 0),
-            "data.fake_images": (self.data.fake_images, 20),
-            "augment.shift": (self.augment.shift, 0),
-            "augment.mixup": (self.augment.mixup, 0),
-            "augment.cutmix": (self.augment.cutmix, 0),
-            "train.epochs": (self.train.epochs, 1),
-            "train.batch_size": (self.train.batch_size, 1),
-            "train.accumulate": (self.train.accumulate, 1),
-            "train.lr": (self.train.lr, 0),
-            "train.min_lr": (self.train.min_lr, 0),
-            "train.warmup_epochs": (self.train.warmup_epochs, 0),
-            "train.weight_decay": (self.train.weight_decay, 0),
-            "train.clip_norm": (self.train.clip_norm, 0),
-            "train.checkpoint_every": (self.train.checkpoint_every or 1, 1),
-            "train.log_every": (self.train.log_every, 1),
-        }
-        for name, (value, low) in at_least.items():
-            if not low <= value < float("inf"):
-                raise ValueError(f"{name}={value} is out of range; it must be a finite number of at least {low}")
-        shares = {
-            "data.hold_out": (self.data.hold_out, self.data.hold_out < 1),
-            "augment.min_crop_area": (self.augment.min_crop_area, 0 < self.augment.min_crop_area <= 1),
-            "augment.erase": (self.augment.erase, self.augment.erase <= 1),
-            "train.label_smoothing": (self.train.label_smoothing, self.train.label_smoothing < 1),
-            "train.ema_decay": (self.train.ema_decay, self.train.ema_decay < 1),
-            "train.betas[0]": (self.train.betas[0], self.train.betas[0] < 1),
-            "train.betas[1]": (self.train.betas[1], self.train.betas[1] < 1),
-            "model.dropout": (self.model.dropout or 0.0, (self.model.dropout or 0.0) < 1),
-        }
-        for name, (share, fits) in shares.items():
-            if share < 0 or not fits:
+        check_at_least(
+            {
+                "seed": (self.seed, 0),
+                "data.split_seed": (self.data.split_seed, 0),
+                "data.workers": (self.data.workers, 0),
+                "data.fake_images": (self.data.fake_images, 20),
+                "augment.shift": (self.augment.shift, 0),
+                "augment.mixup": (self.augment.mixup, 0),
+                "augment.cutmix": (self.augment.cutmix, 0),
+            }
+        )
+        check_below_one({"data.hold_out": self.data.hold_out, "model.dropout": self.model.dropout or 0.0})
+        for name, share, fits in (
+            ("augment.min_crop_area", self.augment.min_crop_area, 0 < self.augment.min_crop_area <= 1),
+            ("augment.erase", self.augment.erase, 0 <= self.augment.erase <= 1),
+        ):
+            if not fits:
                 raise ValueError(f"{name}={share} is out of range; it must be a share between 0 and 1")
         if not 0 <= self.augment.magnitude <= 30:
             raise ValueError(f"augment.magnitude={self.augment.magnitude} is out of range; it must be from 0 to 30")
-        if self.train.min_lr > self.train.lr:
-            raise ValueError(f"train.min_lr={self.train.min_lr} is above train.lr={self.train.lr}; lower it")
-        if self.train.warmup_epochs >= self.train.epochs:
-            raise ValueError(
-                f"train.warmup_epochs={self.train.warmup_epochs} leaves nothing of train.epochs={self.train.epochs}; "
-                "lower it"
-            )
         if self.augment.policy != "none" and self.data.mode == "RGBA":
             raise ValueError(f"augment.policy={self.augment.policy} knows no transparency; set data.mode to RGB or L")
+
+
+@dataclass
+class SequenceModelConfig:
+    """The encoder-decoder."""
+
+    dim: int = 256
+    """Width of the token vectors."""
+    encoder_depth: int = 3
+    """Number of encoder layers."""
+    decoder_depth: int = 3
+    """Number of decoder layers."""
+    heads: int = 4
+    """Number of attention heads; must divide dim."""
+    hidden_dim: int | None = None
+    """Width inside the feed-forward networks; null for 4 * dim."""
+    activation: Literal["relu", "gelu"] = "relu"
+    """Activation inside the feed-forward networks."""
+    norm_first: bool = True
+    """Normalise the input of each branch; false normalises the sum after it, as in 2017."""
+    dropout: float = 0.1
+    """Probability of dropping an element of embeddings, attention weights, hidden units and branch outputs."""
+    tie: Literal["none", "target", "all"] = "all"
+    """What shares one matrix: nothing, target embedding and output, or the source embedding with them."""
+
+
+@dataclass
+class SequenceDataConfig:
+    """The pairs of sequences."""
+
+    kind: Literal["copy", "reverse", "sort", "text"] = "reverse"
+    """Made-up sequences to copy, reverse or sort, or text files, one sentence a line."""
+    symbols: int = 20
+    """Made-up sequences: number of different symbols."""
+    longest: int = 10
+    """Made-up sequences: the most symbols one has; they have at least 1."""
+    count: int = 20_000
+    """Made-up sequences for training; 1,000 others are made to select models on, and 1,000 for testing."""
+    root: str = "data"
+    """Text: folder of the files, ROOT/train.SOURCE and ROOT/train.TARGET, and val and the test files likewise."""
+    source: str = "en"
+    """Text: language that is read, as the files' names end."""
+    target: str = "de"
+    """Text: language that is written, as the files' names end."""
+    test: list[str] = field(default_factory=lambda: ["test"])
+    """Text: names of the test files, without the language; [] for none."""
+    vocabulary: int = 8000
+    """Text: size of the byte-pair vocabulary that both languages share, learned from the training files."""
+    max_length: int = 128
+    """Most tokens a sequence may have; longer training pairs are left out and counted."""
+    skip_empty: bool = False
+    """Text: leave out pairs with an empty line instead of stopping."""
+
+
+@dataclass
+class DecodeConfig:
+    """How targets are generated in evaluation."""
+
+    beams: int = 5
+    """Width of the beam search; 1 is greedy."""
+    length_penalty: float = 1.0
+    """Exponent of the length that scores are divided by; 0 prefers short targets."""
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        check_at_least({"decode.beams": (self.beams, 1), "decode.length_penalty": (self.length_penalty, 0)})
+
+
+@dataclass
+class SequenceTrainConfig(TrainConfig):
+    """Optimisation, and what is written on the way."""
+
+    batch_tokens: int = 4096
+    """Most tokens of a batch, on the side that has more, padding included."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of weight matrices; biases and norms have none."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Decay rates of AdamW's moments."""
+    warmup_epochs: float = 1.0
+    """Epochs over which the learning rate rises from 0 to its peak; a cosine takes it down to min_lr."""
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        super().__post_init__()
+        check_at_least({"train.batch_tokens": (self.batch_tokens, 1)})
+
+
+@dataclass
+class SequenceConfig:
+    """The training of an encoder-decoder on pairs of sequences."""
+
+    task: Literal["sequence"] = "sequence"
+    """What is trained: sequence, or classification for images (its fields: --task classification --help)."""
+    seed: int = 0
+    """Seed of weights, order and made-up sequences."""
+    device: str = "auto"
+    """cuda, mps, cpu, or auto for the first of them that is there."""
+    model: SequenceModelConfig = field(default_factory=SequenceModelConfig)
+    data: SequenceDataConfig = field(default_factory=SequenceDataConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    train: SequenceTrainConfig = field(default_factory=SequenceTrainConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range. What the data and the network can't do, they refuse themselves."""
+        check_at_least(
+            {
+                "seed": (self.seed, 0),
+                "data.symbols": (self.data.symbols, 1),
+                "data.longest": (self.data.longest, 1),
+                "data.count": (self.data.count, 1),
+                "data.max_length": (self.data.max_length, 2),
+            }
+        )
+        check_below_one({"model.dropout": self.model.dropout})
+        if self.data.kind == "text" and self.data.source == self.data.target:
+            raise ValueError(
+                f"data.source={self.data.source!r} and data.target={self.data.target!r} are the same; "
+                "name two languages, as the files' names end"
+            )
+        if self.data.kind != "text" and self.data.longest + 2 > self.data.max_length:
+            raise ValueError(
+                f"data.longest={self.data.longest} symbols with start and end exceed "
+                f"data.max_length={self.data.max_length} tokens; raise it"
+            )
+        if self.train.batch_tokens < self.data.max_length:
+            raise ValueError(
+                f"train.batch_tokens={self.train.batch_tokens} has no room for a sequence of "
+                f"data.max_length={self.data.max_length} tokens; raise it"
+            )
+
+
+TASKS: dict[str, Any] = {"classification": ClassificationConfig, "sequence": SequenceConfig}
+"""The configuration of each task, by its `task`."""
 
 
 @dataclass
@@ -211,15 +378,29 @@ class DataOverrides:
     """Other data than those of training; fields left at null are as in training."""
 
     kind: Literal["digits", "cifar10", "cifar100", "imagefolder", "fake"] | None = None
-    """Data set; its classes must be those of the model."""
+    """Images: data set; its classes must be those of the model."""
     root: str | None = None
     """Folder of the data."""
     skip_broken: bool | None = None
-    """Leave out images that can't be read instead of stopping."""
+    """Images: leave out those that can't be read instead of stopping."""
     allow_missing_classes: bool | None = None
-    """Let the folders lack classes."""
+    """Images: let the folders lack classes."""
     workers: int | None = None
-    """Processes that read images which are not held in memory."""
+    """Images: processes that read those which are not held in memory."""
+    test: list[str] | None = None
+    """Text: names of the test files, without the language."""
+    skip_empty: bool | None = None
+    """Text: leave out pairs with an empty line instead of stopping."""
+
+
+@dataclass
+class DecodeOverrides:
+    """How targets of a sequence model are generated; fields left at null are as in its configuration."""
+
+    beams: int | None = None
+    """Width of the beam search; 1 is greedy."""
+    length_penalty: float | None = None
+    """Exponent of the length that scores are divided by; 0 prefers short targets."""
 
 
 @dataclass
@@ -227,21 +408,32 @@ class EvaluateConfig:
     """An evaluation of a trained model."""
 
     split: Literal["test", "val"] = "test"
-    """Which images: the test set, or those held out from the training set."""
+    """Which data: those for testing, or those held out to select models on."""
     json: str | None = None
     """Also write all results into this file."""
     out: str | None = None
-    """Folder for the confusion matrix and the results; null for `evaluation` beside the checkpoint."""
+    """Folder for the results (confusion matrix, translations); null for `evaluation` beside the checkpoint."""
     batch_size: int = 256
-    """Images per forward pass; the result does not depend on it."""
+    """Images or sequences per forward pass; the result does not depend on it."""
     device: str = "auto"
     """cuda, mps, cpu, or auto for the first of them that is there."""
     data: DataOverrides = field(default_factory=DataOverrides)
+    decode: DecodeOverrides = field(default_factory=DecodeOverrides)
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size} is out of range; it must be at least 1")
+        check_at_least({"batch_size": (self.batch_size, 1)})
+
+
+@dataclass
+class TranslateConfig:
+    """A translation of sentences."""
+
+    attention: str | None = None
+    """Also draw what the first sentence's translation attends to, into this PNG file."""
+    device: str = "auto"
+    """cuda, mps, cpu, or auto for the first of them that is there."""
+    decode: DecodeOverrides = field(default_factory=DecodeOverrides)
 
 
 class Parser(ArgumentParser):
@@ -293,7 +485,8 @@ def build(cls: type[T], values: Namespace, where: str = "") -> T:
                 raise ValueError(f"{name}={value!r} is not a section; give it fields of its own, indented, one a line")
             value = build(hints[f.name], value, name + ".")
         elif value is None and types.NoneType not in typing.get_args(hints[f.name]):
-            raise ValueError(f"{name} has no value; remove the line to use the default ({f.default})")
+            default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            raise ValueError(f"{name} has no value; remove the line to use the default ({default})")
         arguments[f.name] = value
     return cls(**arguments)
 
@@ -354,13 +547,44 @@ def parse(parser: Parser, arguments: list[str]) -> Namespace:
         parser.error(str(error))
 
 
-def read_config(path: str | Path, overrides: list[str] | None = None, prog: str = "vit-scratch") -> Config:
+def config_class(arguments: list[str]) -> Any:
+    """The class of the configuration that a command line is about.
+
+    What --task says, or else the `task` in the last --config file that has one; classification where neither does.
+
+    Raises:
+        ValueError: an unknown task.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--task")
+    first.add_argument("--config", action="append", default=[])
+    try:
+        known, _ = first.parse_known_args(arguments)
+    except argparse.ArgumentError:
+        return ClassificationConfig  # whose parser says what is wrong
+    task = known.task
+    for path in known.config:
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            continue  # likewise
+        if isinstance(content, dict) and known.task is None:
+            task = content.get("task", task)
+    task = "classification" if task is None else task
+    if not isinstance(task, str) or task not in TASKS:
+        raise ValueError(f"task={task!r} is unknown; choose from {', '.join(TASKS)}")
+    return TASKS[task]
+
+
+def read_config(path: str | Path, overrides: list[str] | None = None, prog: str = "vit-scratch") -> Any:
     """The configuration in a YAML file, with overrides such as ["--train.lr", "1e-4"].
 
     Raises:
         SystemExit: with status 2 where file or overrides are wrong, after a message.
-        ValueError: as `build`.
+        ValueError: as `build` and `config_class`.
     """
+    arguments = ["--config", str(path), *(overrides or [])]
+    cls = config_class(arguments)
     parser = Parser(prog=prog)
-    add_config(parser, Config)
-    return build(Config, parse(parser, ["--config", str(path), *(overrides or [])]))
+    add_config(parser, cls)
+    return build(cls, parse(parser, arguments))

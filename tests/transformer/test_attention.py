@@ -1,4 +1,4 @@
-"""Attention: both paths against each other, a float64 formula and torch.nn.MultiheadAttention; masks and errors."""
+"""Attention: both paths against each other, a float64 formula and torch.nn.MultiheadAttention; masks, cache, errors."""
 
 import itertools
 import math
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from vit_scratch.transformer.attention import (
+    KeyValueCache,
     MultiHeadAttention,
     attention,
     causal_mask,
@@ -355,6 +356,136 @@ def test_the_causal_mask_allows_a_token_itself_and_what_stands_before_it():
     assert all(mask[n, s] == (s <= n) for n in range(6) for s in range(6))
 
 
+@pytest.mark.parametrize(
+    ("length", "keys", "rows"),
+    [
+        (1, 1, ["x"]),
+        (1, 4, ["xxxx"]),
+        (2, 4, ["xxx.", "xxxx"]),
+        (3, 4, ["xx..", "xxx.", "xxxx"]),
+        (3, 3, ["x..", "xx.", "xxx"]),
+        (2, 7, ["xxxxxx.", "xxxxxxx"]),
+    ],
+)
+def test_the_causal_mask_of_the_last_tokens_ends_in_the_lower_right_corner(length, keys, rows):
+    expected = torch.tensor([[letter == "x" for letter in row] for row in rows])
+    assert torch.equal(causal_mask(length, keys), expected)
+
+
+def lower_triangle(queries, keys):
+    """(N, S): key s stands no later than query n, whose place among the keys is S - N + n."""
+    return torch.tensor([[s <= keys - queries + n for s in range(keys)] for n in range(queries)])
+
+
+@pytest.mark.parametrize("queries", range(1, KEYS + 1))
+def test_the_fused_causal_path_equals_the_float64_formula_for_any_number_of_last_queries(queries):
+    query, key, value = (torch.randn(2, HEADS, n, 4) for n in (queries, KEYS, KEYS))
+    expected, _ = formula(query, key, value, lower_triangle(queries, KEYS))
+    output = fused_attention(query, key, value, causal=True)
+    torch.testing.assert_close(output.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, QUERIES])
+@pytest.mark.parametrize("letters", [None, *MASK_SHAPES])
+def test_causal_equals_the_explicit_mask_on_top_of_any_other_in_outputs_weights_and_gradients(letters, batch, fused):
+    if batch == QUERIES and letters in ("NS", "BS"):
+        letters = {"NS": "1NS", "BS": "B1S"}[letters]  # two dimensions are ambiguous where B = N
+    module, x = MultiHeadAttention(DIM, HEADS), torch.randn(batch, QUERIES, DIM)
+    module.fused = fused
+    mask, explicit = None, lower_triangle(QUERIES, QUERIES)[None, None]
+    if letters is not None:
+        mask = random_mask(letters, batch, QUERIES)
+        explicit = explicit & expand_mask(mask, batch, HEADS, QUERIES, QUERIES)
+    causal = run_module(module, x, None, mask=mask, causal=True)
+    for a, b in zip(causal, run_module(module, x, None, mask=explicit), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    output, weights = module(x, mask=mask, causal=True, return_weights=True)
+    query, key, value = module.qkv(x).view(batch, QUERIES, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+    torch.testing.assert_close(weights.double(), formula(query, key, value, explicit)[1], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(output, causal[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kept", [range(QUERIES), [4], [2, 3]])
+def test_a_causal_row_whose_earlier_tokens_are_all_masked_gives_the_output_bias(kept, fused):
+    module, x = MultiHeadAttention(DIM, HEADS), torch.randn(1, QUERIES, DIM)
+    nn.init.normal_(module.out.bias)
+    module.fused = fused
+    mask = torch.tensor([[s in kept for s in range(QUERIES)]])
+    output = module(x, mask=mask, causal=True)
+    for n in range(QUERIES):
+        assert torch.equal(output[0, n], module.out.bias) == (n < min(kept))
+
+
+# Cache
+
+
+def test_a_cache_returns_all_that_was_appended_also_after_rows_were_selected():
+    cache = KeyValueCache()
+    keys = values = torch.empty(3, 2, 0, 4)
+    for step, length in enumerate([1, 1, 1, 3, 1, 1, 9, 1]):
+        key, value = torch.randn(len(keys), 2, length, 4), torch.randn(len(keys), 2, length, 4)
+        keys, values = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
+        returned = cache.append(key, value)
+        assert cache.length == keys.shape[2]
+        for pair in (returned, cache.contents()):
+            assert torch.equal(pair[0], keys)
+            assert torch.equal(pair[1], values)
+        if step in (1, 4, 5):
+            rows = {1: torch.tensor([2, 0, 0, 1]), 4: torch.tensor([3, 1]), 5: torch.tensor([1, 0, 1])}[step]
+            cache.select(rows)
+            keys, values = keys[rows], values[rows]
+            assert torch.equal(cache.contents()[0], keys)
+            assert torch.equal(cache.contents()[1], values)
+
+
+def test_rows_that_were_selected_twice_go_on_independently():
+    cache = KeyValueCache()
+    cache.append(torch.zeros(1, 1, 2, 1), torch.ones(1, 1, 2, 1))
+    cache.select(torch.tensor([0, 0]))
+    key, value = cache.append(torch.tensor([5.0, 6.0]).view(2, 1, 1, 1), torch.tensor([7.0, 8.0]).view(2, 1, 1, 1))
+    assert key.flatten(1).tolist() == [[0, 0, 5], [0, 0, 6]]
+    assert value.flatten(1).tolist() == [[1, 1, 7], [1, 1, 8]]
+
+
+@pytest.mark.parametrize("path", ["fused", "readable", "with weights"])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("chunks", [[1] * 6, [6], [2, 3, 1], [1, 3, 2]])
+def test_self_attention_with_a_cache_equals_that_over_all_tokens_so_far(chunks, causal, rotated, path):
+    module, cache, end = MultiHeadAttention(DIM, HEADS, qk_norm=True), KeyValueCache(), 0
+    module.fused = path == "fused"
+    x, angles = torch.randn(2, 6, DIM), rotation_2d((2, 3), DIM // HEADS)
+    options = dict(causal=causal, return_weights=path == "with weights")
+    for length in chunks:
+        start, end = end, end + length
+        rotations = [tuple(part[i:end] for part in angles) if rotated else None for i in (start, 0)]
+        outputs = module(x[:, start:end], rotation=rotations[0], cache=cache, **options)
+        expected = module(x[:, :end], rotation=rotations[1], **options)
+        if path == "with weights":
+            torch.testing.assert_close(outputs[1], expected[1][:, :, start:], atol=1e-6, rtol=1e-5)
+            outputs, expected = outputs[0], expected[0]
+        torch.testing.assert_close(outputs, expected[:, start:], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_cross_attention_with_a_cache_reads_the_memory_in_the_first_step_only(qk_norm, fused):
+    module, cache = MultiHeadAttention(DIM, HEADS, qk_norm=qk_norm), KeyValueCache()
+    module.fused = fused
+    x, memory, mask = torch.randn(2, 4, DIM), torch.randn(2, KEYS, DIM), random_mask("BS", 2, KEYS)
+    expected = module(x, memory, mask=mask)
+    for n, given in enumerate([memory, torch.randn_like(memory), torch.full_like(memory, math.nan), memory[:, :0]]):
+        output = module(x[:, n : n + 1], given, mask=mask, cache=cache)
+        torch.testing.assert_close(output, expected[:, n : n + 1], atol=1e-6, rtol=1e-5)
+        assert cache.length == KEYS
+    rows = torch.tensor([1, 1, 0])
+    cache.select(rows)
+    output = module(x[rows, :1], memory[rows], mask=mask[rows], cache=cache)
+    torch.testing.assert_close(output, expected[rows, :1], atol=1e-6, rtol=1e-5)
+
+
 def compare_with_torch(dim, heads, x, memory):
     ours, theirs = MultiHeadAttention(dim, heads), nn.MultiheadAttention(dim, heads, batch_first=True)
     nn.init.normal_(ours.qkv.bias)
@@ -409,10 +540,11 @@ def test_a_dropout_that_is_no_probability_is_refused_at_construction(dropout):
         MultiHeadAttention(DIM, HEADS, dropout=dropout)
 
 
-def test_rotation_together_with_a_memory_is_refused():
+@pytest.mark.parametrize("options", [{"rotation": rotation_2d((2, 2), DIM // HEADS)}, {"causal": True}])
+def test_rotation_and_causal_together_with_a_memory_are_refused(options):
     module, x = MultiHeadAttention(DIM, HEADS), torch.randn(2, 4, DIM)
-    with pytest.raises(ValueError, match="rotation describes the tokens of x"):
-        module(x, x, rotation=rotation_2d((2, 2), DIM // HEADS))
+    with pytest.raises(ValueError, match="rotation and causal describe the tokens of x"):
+        module(x, x, **options)
 
 
 @pytest.mark.parametrize("fused", [False, True])

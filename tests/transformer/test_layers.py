@@ -1,5 +1,6 @@
-"""Layers, stacks and the whole Transformer against blocks written out by hand; padding, causality, first weights."""
+"""Layers, stacks and the whole Transformer against blocks written out by hand; padding, causality, cache, weights."""
 
+import copy
 import itertools
 import math
 
@@ -8,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit_scratch.transformer.decoder import Decoder, DecoderLayer
+from vit_scratch.transformer.attention import MultiHeadAttention
+from vit_scratch.transformer.decoder import Decoder, DecoderCache, DecoderLayer
 from vit_scratch.transformer.encoder import Encoder, EncoderLayer
 from vit_scratch.transformer.feed_forward import FeedForward
 from vit_scratch.transformer.positions import rotation_2d, sinusoids
@@ -79,6 +81,11 @@ def hand_decoder_layer(layer, x, memory, mask, memory_mask):
     x = hand_norm(layer.norm1, x + hand_attention(layer.self_attention, x, x, mask))
     x = hand_norm(layer.norm2, x + hand_attention(layer.cross_attention, x, memory, memory_mask))
     return hand_norm(layer.norm3, x + hand_feed_forward(layer.feed_forward, x))
+
+
+def triangle(length):
+    """(N, N), True where token n may see token s: s <= n."""
+    return torch.tensor([[s <= n for s in range(length)] for n in range(length)])
 
 
 def padding(*lengths, total):
@@ -232,12 +239,13 @@ def test_layer_scale_multiplies_each_branch_of_an_encoder_layer(norm_first):
 def test_a_decoder_layer_equals_the_block_written_out(norm_first, activation, masked):
     layer = randomise(DecoderLayer(DIM, HEADS, hidden_dim=24, activation=activation, norm_first=norm_first)).double()
     x, memory = torch.randn(2, LENGTH, DIM).double(), torch.randn(2, SOURCE, DIM).double()
-    mask, memory_mask = None, None
+    mask, memory_mask, both = None, None, triangle(LENGTH)  # the layer is causal by itself
     if masked:
         mask = (torch.rand(2, LENGTH, LENGTH) > 0.5) | torch.eye(LENGTH, dtype=torch.bool)
+        both = both & mask
         memory_mask = torch.rand(2, LENGTH, SOURCE) > 0.5
         memory_mask[..., 0] = True
-    expected = hand_decoder_layer(layer, x, memory, mask, memory_mask)
+    expected = hand_decoder_layer(layer, x, memory, both, memory_mask)
     torch.testing.assert_close(layer(x, memory, mask, memory_mask), expected, atol=1e-11, rtol=1e-9)
 
 
@@ -262,10 +270,9 @@ def test_a_decoder_is_its_causal_layers_and_a_final_norm_in_pre_norm_mode_only(n
     decoder = randomise(Decoder(DIM, depth, HEADS, norm_first=norm_first)).double()
     x, memory = torch.randn(2, LENGTH, DIM).double(), torch.randn(2, SOURCE, DIM).double()
     memory_mask = padding(SOURCE, 2, total=SOURCE)
-    causal = torch.tensor([[s <= n for s in range(LENGTH)] for n in range(LENGTH)])
     expected = x
     for layer in decoder.layers:
-        expected = hand_decoder_layer(layer, expected, memory, causal, memory_mask[:, None])
+        expected = hand_decoder_layer(layer, expected, memory, triangle(LENGTH), memory_mask[:, None])
     if norm_first:
         expected = hand_norm(decoder.norm, expected)
     else:
@@ -499,7 +506,7 @@ def test_a_decoder_applies_the_users_mask_on_top_of_the_causal_one():
     decoder = Decoder(DIM, 1, HEADS).double()
     x, memory = torch.randn(2, LENGTH, DIM).double(), torch.randn(2, SOURCE, DIM).double()
     mask = (torch.rand(2, LENGTH, LENGTH) > 0.5) | torch.eye(LENGTH, dtype=torch.bool)
-    expected = hand_decoder_layer(decoder.layers[0], x, memory, mask & torch.ones(LENGTH, LENGTH).tril().bool(), None)
+    expected = hand_decoder_layer(decoder.layers[0], x, memory, mask & triangle(LENGTH), None)
     torch.testing.assert_close(decoder(x, memory, mask), hand_norm(decoder.norm, expected), atol=1e-10, rtol=1e-8)
 
 
@@ -549,12 +556,18 @@ def test_a_token_embedding_drops_elements_of_the_sum_in_training_only():
 def test_a_transformer_returns_the_heads_linear_map_of_its_decoder(norm_first):
     model, (source, target) = build_transformer(norm_first), random_tokens()
     source[1, 3:] = target[1, 4:] = 0
-    memory = model.encoder(model.source_embedding(source), (source != 0)[:, None])
-    causal = torch.ones(LENGTH, LENGTH).tril().bool() & (target != 0)[:, None]
-    decoded = model.decoder(model.target_embedding(target), memory, causal, (source != 0)[:, None])
     nn.init.normal_(model.head.bias)
-    logits = model(source, target)
-    torch.testing.assert_close(logits, decoded @ model.head.weight.T + model.head.bias)
+    memory = model.encoder(model.source_embedding(source), (source != 0)[:, None])
+    decoded = model.target_embedding(target)
+    for layer in model.decoder.layers:
+        decoded = hand_decoder_layer(layer, decoded, memory, triangle(LENGTH), (source != 0)[:, None])
+    if norm_first:
+        decoded = hand_norm(model.decoder.norm, decoded)
+    logits, expected = model(source, target), decoded @ model.head.weight.T + model.head.bias
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    causal = triangle(LENGTH) & (target != 0)[:, None]  # padding at the end needs no mask of its own
+    decoded = model.decoder(model.target_embedding(target), memory, causal, (source != 0)[:, None])
+    torch.testing.assert_close(logits[target != 0], model.head(decoded)[target != 0], atol=1e-5, rtol=1e-5)
     assert (logits.exp().sum(-1) - 1).abs().min() > 0.1
     assert (logits < 0).any()
     with torch.no_grad():
@@ -622,8 +635,9 @@ def test_a_source_and_a_target_of_nothing_but_padding_stay_finite():
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_every_parameter_of_a_transformer_gets_a_gradient():
-    model, (source, target) = build_transformer(), random_tokens()
+@pytest.mark.parametrize("tie", ["none", "target"])
+def test_every_parameter_of_a_transformer_gets_a_gradient(tie):
+    model, (source, target) = build_transformer(tie=tie), random_tokens()
     F.cross_entropy(model(source, target).flatten(0, 1), target.flatten()).backward()
     check_gradients(model)
 
@@ -656,6 +670,197 @@ def test_a_sequence_longer_than_max_length_is_refused():
     source, target = random_tokens()
     with pytest.raises(ValueError, match="a sequence of 6 tokens exceeds the 5 positions"):
         model(source, target)
+
+
+# Step by step
+
+SAME = dict(source_vocabulary=13, target_vocabulary=13)  # which tie="all" needs
+TIED = pytest.mark.parametrize("tie", ["none", "target", "all"])
+
+
+def sources_and_targets():
+    """Sources of 5, 3, 1 and 0 tokens, padded, and targets."""
+    source, target = random_tokens(4)
+    source[~padding(5, 3, 1, 0, total=SOURCE)] = 0
+    return source, target
+
+
+def choose_path(model, fused):
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            module.fused = fused
+
+
+@TIED
+@NORM_ORDERS
+@pytest.mark.parametrize("fused", [True, False])
+@torch.no_grad()
+def test_logits_step_by_step_equal_those_of_a_full_pass_over_every_prefix(norm_first, tie, fused):
+    model, (source, target) = build_transformer(norm_first, tie=tie, **SAME), sources_and_targets()
+    nn.init.normal_(model.head.bias)
+    choose_path(model, fused)
+    state = model.start(source)
+    for n in range(LENGTH):
+        assert state.cache.length == n
+        logits, expected = model.step(target[:, n], state), model(source, target[:, : n + 1])
+        torch.testing.assert_close(logits, expected[:, n], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(expected, model(source, target)[:, : n + 1], atol=1e-5, rtol=1e-5)
+        assert (logits[:, None] - model(source, target)[:, n + 1 :]).abs().amax(-1).gt(1e-3).all()
+
+
+@TIED
+@NORM_ORDERS
+@pytest.mark.parametrize("fused", [True, False])
+@torch.no_grad()
+def test_steps_go_on_after_rows_were_permuted_repeated_and_dropped(norm_first, tie, fused):
+    model, (source, target) = build_transformer(norm_first, tie=tie, **SAME), sources_and_targets()
+    choose_path(model, fused)
+    state = model.start(source)
+    selections = {0: [3, 1, 0, 2], 2: [2, 0, 0, 3, 1], 3: [4, 0, 1], 5: [2, 2, 0]}
+    for n in range(LENGTH):
+        if n in selections:
+            rows = torch.tensor(selections[n])
+            source, target = source[rows], target[rows]
+            target[:, n:] = torch.randint(1, 13, (len(rows), LENGTH - n))  # rows that were one part here
+            state.select(rows)
+        expected = model(source, target[:, : n + 1])[:, n]
+        torch.testing.assert_close(model.step(target[:, n], state), expected, atol=1e-5, rtol=1e-5)
+
+
+@NORM_ORDERS
+@torch.no_grad()
+def test_steps_in_bfloat16_are_near_those_of_a_full_pass_in_float32(norm_first):
+    model, (source, target) = build_transformer(norm_first), sources_and_targets()
+    expected = model(source, target)
+    model = model.bfloat16()
+    state = model.start(source)
+    for n in range(LENGTH):
+        logits = model.step(target[:, n], state)
+        assert logits.dtype == torch.bfloat16
+        torch.testing.assert_close(logits.float(), expected[:, n], atol=0.1, rtol=0.05)
+
+
+@torch.no_grad()
+def test_steps_of_an_empty_source_are_those_of_one_of_padding_and_of_a_full_pass():
+    model, (_, target) = build_transformer(), random_tokens(3)
+    empty, padded = torch.zeros(3, 0, dtype=torch.long), torch.zeros(3, 4, dtype=torch.long)
+    state = model.start(empty)
+    for n in range(LENGTH):
+        logits = model.step(target[:, n], state)
+        torch.testing.assert_close(logits, model(padded, target)[:, n], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits, model(empty, target)[:, n], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_step_beyond_the_last_position_is_refused():
+    model, (source, target) = build_transformer(max_length=SOURCE), random_tokens()
+    state = model.start(source)
+    for n in range(SOURCE):
+        model.step(target[:, n], state)
+    with pytest.raises(ValueError, match="a sequence of 6 tokens exceeds the 5 positions"):
+        model.step(target[:, SOURCE], state)
+
+
+@NORM_ORDERS
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("chunks", [[1] * LENGTH, [6], [1, 2, 3], [3, 3], [2, 1, 3], [4, 2]])
+@pytest.mark.parametrize("kind", ["none", "NS", "BS", "BNS", "BHNS"])
+@torch.no_grad()
+def test_chunks_of_tokens_through_a_decoder_with_a_cache_equal_the_full_pass(norm_first, fused, chunks, kind):
+    batch = 7  # unlike all lengths, so that masks of two dimensions are unambiguous
+    decoder = Decoder(DIM, 2, HEADS, norm_first=norm_first)
+    choose_path(decoder, fused)
+    x, memory = torch.randn(batch, LENGTH, DIM), torch.randn(batch, SOURCE, DIM)
+    memory_mask = padding(5, 3, 1, 0, 2, 5, 4, total=SOURCE)
+    sizes = {"B": batch, "H": HEADS, "N": LENGTH, "S": LENGTH}
+    mask = None if kind == "none" else torch.rand([sizes[letter] for letter in kind]) > 0.3
+    expected, cache, end = decoder(x, memory, mask, memory_mask), DecoderCache(2), 0
+    for length in chunks:
+        start, end = end, end + length
+        part = mask
+        if mask is not None:
+            part = mask[..., :end] if kind == "BS" else mask[..., start:end, :end]
+        output = decoder(x[:, start:end], memory, part, memory_mask, cache)
+        torch.testing.assert_close(output, expected[:, start:end], atol=1e-5, rtol=1e-5)
+    assert cache.length == LENGTH
+
+
+@torch.no_grad()
+def test_a_decoder_with_a_cache_reads_the_memory_in_the_first_step_only():
+    decoder, cache = Decoder(DIM, 2, HEADS), DecoderCache(2)
+    x, memory = torch.randn(2, LENGTH, DIM), torch.randn(2, SOURCE, DIM)
+    expected = decoder(x, memory)
+    torch.testing.assert_close(decoder(x[:, :2], memory, cache=cache), expected[:, :2], atol=1e-6, rtol=1e-5)
+    output = decoder(x[:, 2:], torch.full_like(memory, math.nan), cache=cache)
+    torch.testing.assert_close(output, expected[:, 2:], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (7, 2), (7, 2, 2), (7, HEADS, 2, 2)])
+def test_a_mask_that_leaves_out_the_cached_tokens_is_refused(shape):
+    decoder, cache, x = Decoder(DIM, 1, HEADS), DecoderCache(1), torch.randn(7, 5, DIM)
+    decoder(x[:, :3], x, cache=cache)
+    with pytest.raises(ValueError, match=r"mask has shape .* \(N, S\) = \(2, 5\), \(B, S\) = \(7, 5\)"):
+        decoder(x[:, 3:], x, torch.ones(shape, dtype=torch.bool), cache=cache)
+
+
+# Tied weights
+
+
+def matrices(model):
+    return [model.target_embedding.embedding, model.head, model.source_embedding.embedding]
+
+
+@pytest.mark.parametrize(("tie", "shared"), [("none", 1), ("target", 2), ("all", 3)])
+@pytest.mark.parametrize("change", ["nothing", "double", "deepcopy", "load"])
+def test_tied_matrices_are_one_parameter_whatever_is_done_with_the_model(tie, shared, change):
+    model, (source, target) = build_transformer(tie=tie, **SAME), random_tokens()
+    untied = sum(p.numel() for p in build_transformer(**SAME).parameters())
+    assert sum(p.numel() for p in model.parameters()) == untied - (shared - 1) * 13 * DIM
+    expected = model(source, target)
+    if change == "double":
+        model = model.double()
+    elif change == "deepcopy":
+        model = copy.deepcopy(model)
+    elif change == "load":
+        torch.manual_seed(1)
+        other = build_transformer(tie=tie, **SAME)
+        assert not torch.allclose(other(source, target), expected, atol=1e-2)
+        other.load_state_dict(model.state_dict())
+        model = other
+    same = [module.weight is matrices(model)[0].weight for module in matrices(model)]
+    assert same == [i < shared for i in range(3)]
+    torch.testing.assert_close(model(source, target).float(), expected, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        model.target_embedding.embedding.weight[3, 5] = 77
+    assert [module.weight[3, 5] == 77 for module in matrices(model)] == same
+
+
+@NORM_ORDERS
+@pytest.mark.parametrize(("tie", "shared"), [("target", 2), ("all", 3)])
+def test_the_gradient_of_a_tied_matrix_is_the_sum_over_its_uses(norm_first, tie, shared):
+    model, (source, target) = build_transformer(norm_first, tie=tie, **SAME), sources_and_targets()
+    untied = build_transformer(norm_first, **SAME)
+    untied.load_state_dict(model.state_dict())
+    logits = model(source, target)
+    torch.testing.assert_close(untied(source, target), logits, atol=1e-6, rtol=1e-5)
+    for each in (model, untied):
+        F.cross_entropy(each(source, target).flatten(0, 1), target.flatten()).backward()
+    parts = [module.weight.grad for module in matrices(untied)]
+    assert all(part.abs().max() > 1e-3 for part in parts)
+    torch.testing.assert_close(matrices(model)[0].weight.grad, sum(parts[:shared]), atol=1e-6, rtol=1e-5)
+    if shared == 2:
+        torch.testing.assert_close(matrices(model)[2].weight.grad, parts[2], atol=1e-6, rtol=1e-5)
+
+
+def test_an_unknown_tie_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="tie='both' is unknown; choose from none, target, all"):
+        build_transformer(tie="both")
+
+
+def test_tying_all_needs_one_vocabulary():
+    with pytest.raises(ValueError, match="tie='all' needs one vocabulary for both sides, not 11 and 13 ids"):
+        build_transformer(tie="all")
+    assert build_transformer(tie="target").head.weight.shape == (13, DIM)
 
 
 # First weights
@@ -699,4 +904,18 @@ def test_first_weights_of_a_transformer_follow_the_documented_table_and_keep_its
     bound = math.sqrt(6 / (64 + 200))
     assert 0.98 * bound < model.head.weight.abs().max() <= bound
     assert model.head.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.03)
+    assert (model.head.bias == 0).all()
+
+
+@pytest.mark.parametrize("tie", ["target", "all"])
+def test_a_tied_head_starts_as_the_embedding_and_the_rest_as_without_a_tie(tie):
+    encoder, decoder = Encoder(64, 1, 4), Decoder(64, 1, 4)
+    before = [p.clone() for part in (encoder, decoder) for p in part.parameters()]
+    model = Transformer(encoder, decoder, source_vocabulary=300, target_vocabulary=300, tie=tie)
+    after = [p for part in (model.encoder, model.decoder) for p in part.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    for module in matrices(model):  # Xavier would give the head 0.074
+        assert module.weight.std().item() == pytest.approx(64**-0.5, rel=0.03)
+        assert abs(module.weight.mean().item()) < 0.01
+        assert module.weight.abs().max() > 3 * 64**-0.5  # normal, not uniform
     assert (model.head.bias == 0).all()

@@ -123,6 +123,19 @@ def test_a_sequence_longer_than_the_positions_is_refused(build):
         module(torch.zeros(1, 10, 6))
 
 
+@pytest.mark.parametrize("start", [0, 1, 4, 7])
+def test_sinusoidal_positions_count_from_the_given_start(start):
+    positions, x = SinusoidalPositions(6, max_length=9), torch.randn(2, 2, 6)
+    expected = x.double() + torch.from_numpy(formula(range(start, start + 2), 6))
+    torch.testing.assert_close(positions(x, start).double(), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("start", "length"), [(9, 1), (8, 2), (20, 3)])
+def test_a_start_from_which_the_sequence_exceeds_the_positions_is_refused(start, length):
+    with pytest.raises(ValueError, match=f"a sequence of {start + length} tokens exceeds the 9 positions"):
+        SinusoidalPositions(6, max_length=9)(torch.zeros(1, length, 6), start)
+
+
 def test_the_sinusoidal_table_is_not_in_the_state_dict():
     positions = SinusoidalPositions(6)
     assert not positions.state_dict()

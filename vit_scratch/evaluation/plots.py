@@ -11,26 +11,49 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
 def plot_curves(rows: list[dict], path: Path) -> None:
-    """Loss, accuracy and learning rate by epoch, from the rows of metrics.jsonl."""
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    loss, accuracy, rate = figure.subplots(1, 3)
+    """Loss, accuracy, what else was measured on held-out data, and learning rate, from the rows of metrics.jsonl."""
     epochs = [r["epoch"] for r in rows]
-    names = dict.fromkeys(k.removesuffix("_loss") for r in rows for k in r if k.endswith("_loss"))
+    keys = dict.fromkeys(k for r in rows for k in r)
+    names = [k.removesuffix("_loss") for k in keys if k.endswith("_loss")]
+    metrics = dict.fromkeys(k.removeprefix(f"{n}_") for n in names for k in keys if k.startswith(f"{n}_"))
+    titles = {m: m.replace("_", " ") for m in metrics} | {"accuracy": "accuracy (%)"}
+    figure = Figure(figsize=(4 * len(metrics) + 4, 3.6), layout="constrained")
+    *panels, rate = np.atleast_1d(figure.subplots(1, len(metrics) + 1))
     marker = "o" if len(rows) < 30 else None
-    for name, colour in zip(names, COLOURS, strict=False):
-        for axes, metric, scale in ((loss, "loss", 1), (accuracy, "accuracy", 100)):
-            series = [r.get(f"{name}_{metric}") for r in rows]
-            values = [np.nan if v is None else scale * v for v in series]
-            axes.plot(epochs, values, label=name.replace("_", " "), color=colour, marker=marker, markersize=3)
+    for axes, metric in zip(panels, metrics, strict=True):
+        for name, colour in zip(names, COLOURS, strict=False):
+            if f"{name}_{metric}" in keys:
+                series = [r.get(f"{name}_{metric}") for r in rows]
+                values = [np.nan if v is None else v * (100 if metric == "accuracy" else 1) for v in series]
+                axes.plot(epochs, values, label=name.replace("_", " "), color=colour, marker=marker, markersize=3)
+        axes.set_title(titles[metric])
+        axes.legend(loc="upper right" if metric == "loss" else "lower right")
     rate.plot(epochs, [r["lr"] for r in rows], color="black", marker=marker, markersize=3)
-    for axes, title in ((loss, "loss"), (accuracy, "accuracy (%)"), (rate, "learning rate, last of the epoch")):
-        axes.set_title(title)
+    rate.set_title("learning rate, last of the epoch")
+    for axes in (*panels, rate):
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    loss.legend()
-    accuracy.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+def plot_attention(weights: np.ndarray, source: list[str], target: list[str], path: Path) -> None:
+    """What each written word attended to among the words that were read.
+
+    Args:
+        weights: (target words, source words); each row sums to 1.
+        source, target: the words.
+    """
+    figure = Figure(figsize=(2.5 + 0.5 * len(source), 2 + 0.4 * len(target)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(weights, cmap="Blues", vmin=0, vmax=max(float(weights.max()), 1e-9))
+    figure.colorbar(image, ax=axes, label="attention weight", shrink=0.8)
+    axes.set_xticks(range(len(source)), source, rotation=45, ha="left", rotation_mode="anchor", parse_math=False)
+    axes.set_yticks(range(len(target)), target, parse_math=False)
+    axes.xaxis.tick_top()
+    axes.tick_params(labelsize=11, length=0)
+    axes.spines[:].set_visible(False)
     figure.savefig(path, dpi=120)
 
 

@@ -3,9 +3,6 @@
 Shapes: B batch, C channels.
 """
 
-import json
-import math
-import sys
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_scratch.config import (
-    Config,
+    ClassificationConfig,
     DataConfig,
     EvaluateConfig,
     ModelConfig,
     build_from_dict,
-    differences,
-    read_config,
-    to_dict,
-    to_yaml,
 )
 from vit_scratch.data.augmentation import BatchTransform, sample_transform
 from vit_scratch.data.images import CHANNELS
@@ -38,15 +31,9 @@ from vit_scratch.data.loaders import (
 )
 from vit_scratch.data.sources import NATIVE, ImageDataset, ImageSource, load
 from vit_scratch.evaluation.classification import evaluate_classifier
-from vit_scratch.evaluation.plots import plot_confusion, plot_curves
-from vit_scratch.training.checkpoint import TrainingStates, load_weights, replacing, save_weights
-from vit_scratch.training.device import device_name, pick_device, pick_precision, use_deterministic_algorithms
-from vit_scratch.training.ema import ExponentialMovingAverage
-from vit_scratch.training.log import Row, RunLog
-from vit_scratch.training.loop import fit
-from vit_scratch.training.optimizer import adamw
-from vit_scratch.training.provenance import versions
-from vit_scratch.training.schedule import warmup_cosine
+from vit_scratch.evaluation.plots import plot_confusion
+from vit_scratch.tasks.run import load_model, open_run, refuse_overrides, train_model, write_json
+from vit_scratch.training.device import pick_device, pick_precision, use_deterministic_algorithms
 from vit_scratch.vision.patch_embedding import as_pair
 from vit_scratch.vision.vit import VisionTransformer, create_vit, vit_arguments
 
@@ -72,7 +59,7 @@ def smoothed_cross_entropy(smoothing: float, model: nn.Module, images: Tensor, l
     return loss, (logits.argmax(dim=1) == hard).sum()
 
 
-def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
+def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> int | None:
     """Train a Vision Transformer and report its accuracy on the test set, which is read once, at the end.
 
     Args:
@@ -85,7 +72,7 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
 
     Raises:
         ValueError: a configuration that can't work, or data that are not there; before any work is done.
-        OSError, NonFiniteError: what can go wrong later, as `fit`.
+        OSError, NonFiniteError: what can go wrong later, as `train_model`.
     """
     device = pick_device(config.device)
     precision = pick_precision(config.train.precision, device)
@@ -103,120 +90,60 @@ def train(config: Config, out: Path, *, resume: bool = False) -> int | None:
     )
     data = prepare(config, dataset, form, device)
     states.identity = data.identity()
-    state, faults = states.load() if resume else (None, [])
     torch.manual_seed(config.seed)
     arguments = model_arguments(config.model, form.image_size, CHANNELS[form.mode], len(dataset.classes))
     model = create_vit(**arguments).to(device)
-    updates_per_epoch = math.ceil(len(data.train) / config.train.accumulate)
-    updates = config.train.epochs * updates_per_epoch
-    ema = ExponentialMovingAverage(model, config.train.ema_decay) if config.train.ema_decay else None
-    optimizer = adamw(model, lr=config.train.lr, betas=config.train.betas, weight_decay=config.train.weight_decay)
-    done = state["progress"]["update"] if state else 0
-    log = RunLog(
-        out,
-        epochs=config.train.epochs,
-        updates=updates,
-        items="images",
-        start=done,
-        tensorboard=config.train.tensorboard,
-    )
-
-    with replacing(out / "config.yaml") as path:
-        path.write_text(to_yaml(config))
-    log.say(to_yaml(config))
-    for note in [*faults, *data.notes]:
-        log.say(f"note: {note}")
     size = f"{form.image_size[0]}x{form.image_size[1]}"
-    parameters = sum(p.numel() for p in model.parameters())
-    log.say(
-        f"{config.data.kind}: {data.train.count} training images {size} {form.mode}, "
-        f"{data.val.count if data.val else 0} held out, {data.test.count if data.test else 0} test, "
-        f"{len(dataset.classes)} classes"
-    )
-    log.say(
-        f"{config.model.preset}: {parameters:,} parameters, {model.grid[0]}x{model.grid[1]} patches; "
-        f"{config.train.epochs} epochs, {updates} updates{f', {done} done' if done else ''}; "
-        f"{device_name(device)}, {str(precision).removeprefix('torch.')}"
-    )
-
-    description = {
-        "task": "classification",
-        "model": arguments,
-        "classes": dataset.classes,
-        "preprocessing": asdict(form) | {"mean": data.mean, "std": data.std},
-        "config": to_dict(config),
-        "versions": versions(),
-    }
-
-    def save(name: str, weights: nn.Module, row: Row) -> None:
-        save_weights(out / f"{name}.safetensors", weights.state_dict(), description | {"metrics": row})
 
     def validate(network: nn.Module) -> dict[str, float]:
         assert data.val is not None
         result = evaluate_classifier(network, data.val.batches(), len(dataset.classes), data.val.count)
         return {"loss": result.loss, "accuracy": result.accuracy}
 
-    if config.train.compile:
-        model.compile()
-    try:
-        stopped = fit(
-            model,
-            data.train,
-            partial(smoothed_cross_entropy, config.train.label_smoothing),
-            validate if data.val else None,
-            optimizer,
-            partial(
-                warmup_cosine,
-                updates=updates,
-                warmup=min(round(config.train.warmup_epochs * updates_per_epoch), updates - 1),
-                peak=config.train.lr,
-                final=config.train.min_lr,
-            ),
-            epochs=config.train.epochs,
-            accumulate=config.train.accumulate,
-            clip_norm=config.train.clip_norm,
-            precision=precision,
-            device=device,
-            ema=ema,
-            log=log,
-            states=states,
-            state=state,
-            save_weights=save,
-            checkpoint_every=config.train.checkpoint_every,
-            log_every=config.train.log_every,
-            train_name="train_mixed" if config.augment.mixup or config.augment.cutmix else "train",
-        )
-    finally:
-        log.close()
+    stopped, summary = train_model(
+        config,
+        out,
+        model,
+        data.train,
+        partial(smoothed_cross_entropy, config.train.label_smoothing),
+        validate if data.val else None,
+        states=states,
+        resume=resume,
+        device=device,
+        precision=precision,
+        items="images",
+        about=[
+            *[f"note: {note}" for note in data.notes],
+            f"{config.data.kind}: {data.train.count} training images {size} {form.mode}, "
+            f"{data.val.count if data.val else 0} held out, {data.test.count if data.test else 0} test, "
+            f"{len(dataset.classes)} classes",
+            f"{config.model.preset}: {model.grid[0]}x{model.grid[1]} patches",
+        ],
+        description={
+            "task": "classification",
+            "model": arguments,
+            "classes": dataset.classes,
+            "preprocessing": asdict(form) | {"mean": data.mean, "std": data.std},
+        },
+        train_name="train_mixed" if config.augment.mixup or config.augment.cutmix else "train",
+    )
     if stopped is not None:
         return stopped
 
-    plot_curves(log.rows, out / "curves.png")
-    summary: dict[str, Any] = {
-        "command": sys.argv,
-        "seed": config.seed,
-        "parameters": parameters,
-        "device": device_name(device),
-        "versions": versions(),
-        "training_seconds": sum(r["seconds"] for r in log.rows),
-        "last": log.rows[-1] if log.rows else None,
-    }
-    print(f"curves: {out / 'curves.png'}")
     if data.test is None:
         print(f"there are no test images in {config.data.root}, so there is no test accuracy")
     else:
         finals = [("last", "test", "evaluation", "test")]  # its sentence is the last line that is printed
-        if ema is not None:
+        if config.train.ema_decay:
             finals.insert(0, ("ema", "test_ema", "evaluation_ema", "test, averaged weights:"))
         for name, key, folder, label in finals:
             path = out / f"{name}.safetensors"
             summary[key] = report(path, load_classifier(path), data.test, "test", out / folder, device, label)
-    with replacing(out / "summary.json") as path:
-        path.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+    write_json(out / "summary.json", summary)
     return None
 
 
-def resolve(config: Config) -> tuple[Config, ImageFormat]:
+def resolve(config: ClassificationConfig) -> tuple[ClassificationConfig, ImageFormat]:
     """Fill in what the configuration leaves to the preset and to the data set, and say how images must look.
 
     Raises:
@@ -243,30 +170,6 @@ def model_arguments(config: ModelConfig, size: tuple[int, int], channels: int, n
     return {"preset": config.preset} | vit_arguments(config.preset, **given)
 
 
-def open_run(config: Config, out: Path, resume: bool) -> TrainingStates:
-    """The training states of a run's folder.
-
-    Raises:
-        ValueError: it is no folder, or holds a run that is not to be resumed, or one of another configuration.
-    """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out={out} is a file; choose a folder")
-    states, saved = TrainingStates(out / "states"), out / "config.yaml"
-    if states.paths() and not saved.exists():
-        raise ValueError(f"{states.folder} holds training states without {saved}; choose another --out")
-    if saved.exists() and not resume:
-        raise ValueError(f"--out={out} already holds a run; go on with it with --resume, or choose another --out")
-    if saved.exists():
-        changed = differences(read_config(saved), config)
-        if changed:
-            listed = "".join(f"\n  {k}: {a} then, {b} now" for k, (a, b) in changed.items())
-            raise ValueError(
-                f"{out} was started with another configuration, and a run goes on as it began:{listed}\n"
-                "Leave these fields as they were, or start anew with another --out"
-            )
-    return states
-
-
 @dataclass
 class Data:
     """The loaders of a run, and what they found."""
@@ -284,7 +187,7 @@ class Data:
         return counts | {"mean": self.mean, "std": self.std}
 
 
-def prepare(config: Config, dataset: ImageDataset, form: ImageFormat, device: torch.device) -> Data:
+def prepare(config: ClassificationConfig, dataset: ImageDataset, form: ImageFormat, device: torch.device) -> Data:
     """Read a data set and wrap it for training and evaluation.
 
     Raises:
@@ -370,30 +273,9 @@ def load_classifier(path: Path) -> tuple[VisionTransformer, dict[str, Any]]:
     Raises:
         ValueError: a file that is not there, damaged, not ours, of another task, or whose weights are another model's.
     """
-    weights, description = load_weights(path)
-    if description.get("task") != "classification":
-        raise ValueError(f"{path} holds a model for {description.get('task')!r}, not for classification")
-    missing_parts = {"model", "classes", "preprocessing", "config"} - description.keys()
-    if missing_parts:
-        raise ValueError(
-            f"{path} does not say everything about its model; missing are {', '.join(sorted(missing_parts))}"
-        )
-    try:
-        model = create_vit(**description["model"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} describes a model that can't be built: {error}") from error
-    expected = model.state_dict()
-    matching = [n for n, w in weights.items() if n in expected and w.shape == expected[n].shape]
-    if len(matching) < len(weights) or len(matching) < len(expected):
-        others = [n for n in weights if n not in matching]
-        missing = [n for n in expected if n not in matching]
-        raise ValueError(
-            f"{path} holds the weights of another model than it describes: {len(matching)} of {len(expected)} fit; "
-            f"{len(missing)} missing or of another shape ({', '.join(missing[:3])}{', ...' if missing[3:] else ''}), "
-            f"{len(others)} not of this model ({', '.join(others[:3])}{', ...' if others[3:] else ''})"
-        )
-    model.load_state_dict(weights)
-    return model.eval(), description
+    return load_model(
+        path, "classification", lambda d: create_vit(**d["model"]), {"model", "classes", "preprocessing", "config"}
+    )
 
 
 def report(
@@ -436,26 +318,20 @@ def report(
     return values
 
 
-def evaluate(config: EvaluateConfig, checkpoint: Path) -> None:
+def evaluate(config: EvaluateConfig, path: Path) -> None:
     """Evaluate a trained model.
 
     Args:
         config: on which images, and where the results go.
-        checkpoint: a weights file, or the folder of a run, whose last weights are taken.
+        path: a weights file.
 
     Raises:
         ValueError: a checkpoint or data that are not there or don't fit; before any work is done.
     """
-    path = checkpoint / "last.safetensors" if checkpoint.is_dir() else checkpoint
-    if checkpoint.is_dir() and not path.exists():
-        raise ValueError(f"{checkpoint} holds no last.safetensors; give the folder of a run, or a .safetensors file")
-    if config.json and not Path(config.json).absolute().parent.is_dir():
-        raise ValueError(
-            f"--json={config.json}: there is no folder {Path(config.json).absolute().parent}; make it first"
-        )
+    refuse_overrides(config, {"data.test", "data.skip_empty", "decode.beams", "decode.length_penalty"}, "images")
     device = pick_device(config.device)
     model, description = load_classifier(path)
-    data = build_from_dict(Config, description["config"]).data
+    data = build_from_dict(ClassificationConfig, description["config"]).data
     changed = {k: v for k, v in asdict(config.data).items() if v is not None}
     for name, value in changed.items():
         setattr(data, name, value)
@@ -491,5 +367,4 @@ def evaluate(config: EvaluateConfig, checkpoint: Path) -> None:
     folder = Path(config.out) if config.out else path.parent / name
     values = report(path, (model, description), loader, config.split, folder, device)
     if config.json:
-        with replacing(Path(config.json)) as temporary:
-            temporary.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+        write_json(Path(config.json), values)

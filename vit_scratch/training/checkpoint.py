@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FORMAT = 1
@@ -55,18 +55,25 @@ class SaveError(OSError):
 
 
 def save_weights(path: Path, weights: dict[str, Tensor], description: dict[str, Any]) -> None:
-    """Write weights and their description as a safetensors file.
+    """Write weights and their description as a safetensors file; a matrix with several names is written once.
 
     Raises:
         SaveError: it could not be written; a file that was there before is intact.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    tensors, tied = {}, {}
+    first: dict[tuple, str] = {}
+    for name, tensor in weights.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and first.setdefault(place, name) != name:
+            tied[name] = first[place]
+        else:
+            tensors[name] = tensor.detach().cpu().contiguous()
     with replacing(path) as temporary:
-        save_file(tensors, temporary, {KEY: json.dumps({"format": FORMAT} | description)})
+        save_file(tensors, temporary, {KEY: json.dumps({"format": FORMAT, "tied": tied} | description)})
 
 
-def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file of `save_weights`: the weights, on the CPU, and their description.
+def read_description(path: Path) -> dict[str, Any]:
+    """What `save_weights` wrote about the weights in a file, without reading them.
 
     Raises:
         ValueError: no such file, a damaged one, or one that has no description of ours.
@@ -75,16 +82,32 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(f"{path} does not exist")
     try:
         with safe_open(path, "pt") as file:
-            description = json.loads((file.metadata() or {}).get(KEY, "null"))
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it has no __iter__
+            description, names = json.loads((file.metadata() or {}).get(KEY, "null")), list(file.keys())
     except (SafetensorError, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file ({error})") from error
     if not isinstance(description, dict) or description.pop("format", None) != FORMAT:
         raise ValueError(
-            f"{path} was not written by vit_scratch: its header does not describe its {len(weights)} tensors "
-            f"({', '.join(list(weights)[:3])}, ...)"
+            f"{path} was not written by vit_scratch: its header does not describe its {len(names)} tensors "
+            f"({', '.join(names[:3])}, ...)"
         )
-    return weights, description
+    return description
+
+
+def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a file of `save_weights`: the weights, on the CPU, under all their names, and their description.
+
+    Raises:
+        ValueError: as `read_description`.
+    """
+    description = read_description(path)
+    try:
+        weights = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged or no safetensors file ({error})") from error
+    tied = description.pop("tied", {})
+    if not isinstance(tied, dict) or not all(isinstance(n, str) and n in weights for n in tied.values()):
+        raise ValueError(f"{path} is damaged: it names weights that it does not hold")
+    return weights | {name: weights[n] for name, n in tied.items()}, description
 
 
 def number(path: Path) -> int:

@@ -95,6 +95,8 @@ class RunLog:
         for name in (key.removesuffix("_loss") for key in row if key.endswith("_loss")):
             accuracy = 100 * row[f"{name}_accuracy"]
             parts.append(f"{name.replace('_', ' ')} loss {row[f'{name}_loss']:.4f} accuracy {accuracy:.2f} %")
+            others = [k for k in row if k.startswith(f"{name}_") and not k.endswith(("_loss", "_accuracy"))]
+            parts[-1] += "".join(f" {k.removeprefix(name + '_').replace('_', ' ')} {row[k]:.4g}" for k in others)
         self.say("  ".join([*parts, f"{row['items_per_second']:.0f} {self.items}/s"]))
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ Loss = Callable[[nn.Module, Any, Any], tuple[Tensor, Tensor]]
 """(model, inputs, targets) -> sum of the loss over the batch's items, and how many of them are predicted right."""
 
 Validate = Callable[[nn.Module], dict[str, float]]
-"""model -> its metrics on held-out data; "accuracy" is the one that the best weights are chosen by."""
+"""model -> its metrics on held-out data, the higher the better but for the loss."""
 
 SaveWeights = Callable[[str, nn.Module, Row], None]
 """(name, model, metrics of the epoch): write the model's weights as a file of that name."""
@@ -50,7 +50,7 @@ class Progress:
     correct: int = 0
     count: int = 0
     seconds: float = 0.0  # spent on this epoch's updates
-    best: float = -math.inf  # held-out accuracy of the best weights
+    best: float = -math.inf  # held-out metric of the best weights
 
 
 def fit(
@@ -74,6 +74,7 @@ def fit(
     checkpoint_every: int | None,
     log_every: int,
     train_name: str = "train",
+    select: str = "accuracy",
 ) -> int | None:
     """Train a model.
 
@@ -91,6 +92,7 @@ def fit(
         checkpoint_every: updates between two saved states, on top of one at the end of each epoch; None for none.
         log_every: updates between two readings of the loss from the device.
         train_name: what the metrics on training batches begin with, for where these are no ordinary ones.
+        select: the held-out metric that the best weights are chosen by.
 
     Returns:
         None when training is complete, or the number of the signal that stopped it, after its state was saved.
@@ -176,8 +178,8 @@ def fit(
             if validate is not None:
                 metrics = validate(model)
                 row |= {f"val_{k}": v for k, v in metrics.items()}
-                better = metrics["accuracy"] > progress.best
-                progress.best = max(progress.best, metrics["accuracy"])
+                better = metrics[select] > progress.best
+                progress.best = max(progress.best, metrics[select])
             if validate is not None and ema is not None:
                 row |= {f"ema_val_{k}": v for k, v in validate(ema.model).items()}
             log.add(row)

@@ -55,7 +55,7 @@ def check_generation(source: Tensor, max_length: int) -> None:
 
 def log_probabilities(model: Model, tokens: Tensor, state: Any, bos_id: int) -> Tensor:
     """Ids (B,) -> log-probabilities (B, V) of the next; none for padding and the start token, which end no sentence."""
-    logits = model.step(tokens, state).float()
+    logits = model.step(tokens, state).to(torch.float32, copy=True)  # what the model returns stays as it is
     logits[:, [model.pad_id, bos_id]] = -math.inf
     return logits.log_softmax(dim=-1)
 
@@ -112,7 +112,9 @@ def greedy(model: Model, source: Tensor, *, bos_id: int, eos_id: int, max_length
     return _one_by_one(model, source, bos_id, eos_id, max_length, lambda log_p: log_p.argmax(dim=-1))
 
 
-def restrict(log_p: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+def restrict(
+    log_p: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
     """The distribution that `sample` draws from.
 
     Args:
@@ -125,11 +127,12 @@ def restrict(log_p: Tensor, *, temperature: float = 1.0, top_k: int | None = Non
     if top_k is not None and top_k < log_p.shape[-1]:
         kept = torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, log_p.topk(top_k).indices, True)
         log_p = log_p.masked_fill(~kept, -math.inf)
-    p = (log_p / temperature).softmax(dim=-1)
-    if top_p is not None:
+    log_p = log_p - log_p.amax(dim=-1, keepdim=True)  # or a low temperature would make all of them -inf
+    p = (log_p / min(max(temperature, 1e-30), 1e30)).softmax(dim=-1)  # beyond, float32 has 0 and infinity
+    if top_p is not None and top_p < 1:
         ordered, order = p.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered  # the mass of all that are likelier
-        p = torch.zeros_like(p).scatter(-1, order, ordered.masked_fill(before >= top_p, 0.0))
+        p = torch.zeros_like(p).scatter(-1, order, ordered.masked_fill((before > 0) & (before >= top_p), 0.0))
         p = p / p.sum(dim=-1, keepdim=True)
     return p
 
@@ -239,11 +242,10 @@ def beam_search(
         log_p = log_probabilities(model, tokens, state, bos_id)
         vocabulary = log_p.shape[-1]
         candidates = (total.flatten()[:, None] + log_p).view(len(rows), beams * vocabulary)
-        if candidates.shape[1] < beams:  # topk needs as many
-            candidates = torch.nn.functional.pad(candidates, (0, beams - candidates.shape[1]), value=-math.inf)
-        total, chosen = candidates.topk(beams, dim=1)  # (rows, beams)
-        total = total.masked_fill(rank >= places, -math.inf)
-        parents = (chosen // vocabulary).clamp(max=beams - 1)
+        # Of equals, max takes the first, as `greedy`; topk takes any.
+        top = candidates.max(dim=1, keepdim=True) if beams == 1 else candidates.topk(beams, dim=1)
+        total, chosen = top.values.masked_fill(rank >= places, -math.inf), top.indices  # (rows, beams)
+        parents = chosen // vocabulary
         tokens = chosen % vocabulary
         first = torch.arange(len(rows), device=device)[:, None] * beams
         history = torch.cat([history[(first + parents).flatten()], tokens.reshape(-1, 1)], dim=1)
