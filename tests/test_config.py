@@ -11,7 +11,10 @@ from vit_scratch.config import (
     FREE_TO_CHANGE,
     ClassificationConfig,
     EvaluateConfig,
+    SequenceConfig,
+    TranslateConfig,
     build_from_dict,
+    config_class,
     differences,
     read_config,
     to_dict,
@@ -119,11 +122,105 @@ def test_wrong_input_exits_with_status_2_and_names_the_field(
         ("augment:\n  min_crop_area: 0.0", "augment.min_crop_area=0.0"),
         ("model:\n  dropout: 1.0", "model.dropout=1.0"),
         ("augment:\n  policy: randaugment\ndata:\n  mode: RGBA", "augment.policy=randaugment"),
+        ("model:\n  dim: -4", "model.dim=-4"),
+        ("task: null", "task has no value; remove the line to use the default (classification)"),
+        ("task: translation", "task='translation' is unknown; choose from classification, sequence"),
+        ("task: [sequence]", "task=['sequence'] is unknown"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(ValueError, match=re.escape(expected)):
         read_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed: -1", "seed=-1"),
+        ("model:\n  dim: -4", "model.dim=-4"),
+        ("model:\n  dropout: 1.0", "model.dropout=1.0"),
+        ("data:\n  symbols: 0", "data.symbols=0"),
+        ("data:\n  longest: 0", "data.longest=0"),
+        ("data:\n  longest: 127", "data.longest=127 symbols with start and end exceed data.max_length=128 tokens"),
+        ("data:\n  count: 0", "data.count=0"),
+        ("data:\n  max_length: 1", "data.max_length=1"),
+        ("data:\n  kind: text\n  source: de", "data.source='de' and data.target='de' are the same"),
+        ("data:\n  test:", "data.test has no value"),
+        ("decode:\n  beams: 0", "decode.beams=0"),
+        ("decode:\n  length_penalty: -0.5", "decode.length_penalty=-0.5"),
+        ("train:\n  batch_tokens: 127", "train.batch_tokens=127 has no room for a sequence of data.max_length=128"),
+        ("train:\n  label_smoothing: 1.0", "train.label_smoothing=1.0"),
+        ("train:\n  epochs: 0", "train.epochs=0"),
+        ("train:\n  warmup_epochs: 100", "train.warmup_epochs=100"),
+        ("decode: 3", "decode=3 is not a section"),
+    ],
+)
+def test_values_of_sequences_out_of_range_are_refused_by_name(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        read_config(write(tmp_path, f"task: sequence\n{text}"))
+
+
+def test_limits_of_sequences_are_allowed(tmp_path: Path) -> None:
+    text = "task: sequence\ndata:\n  longest: 126\n  source: de\ntrain:\n  batch_tokens: 128\n"
+    config = read_config(write(tmp_path, text))
+    assert (config.data.longest, config.train.batch_tokens, config.data.test) == (126, 128, ["test"])
+    assert read_config(write(tmp_path, text), ["--data.test", "[a, b]"]).data.test == ["a", "b"]
+
+
+def test_the_task_chooses_the_configuration_command_line_before_the_last_file_that_has_one(tmp_path: Path) -> None:
+    sequence, image = tmp_path / "sequence.yaml", tmp_path / "image.yaml"
+    sequence.write_text("task: sequence\nseed: 1\n")
+    image.write_text("seed: 2\n")
+    for arguments, cls in (
+        ([], ClassificationConfig),
+        (["--config", str(image)], ClassificationConfig),
+        (["--config", str(sequence)], SequenceConfig),
+        ([f"--config={sequence}"], SequenceConfig),
+        (["--config", str(sequence), "--config", str(image)], SequenceConfig),
+        (["--task", "sequence", "--config", str(image)], SequenceConfig),
+        (["--task=classification", "--config", str(sequence)], ClassificationConfig),
+        (["--task", "sequence", "--help", "--model.dim", "3"], SequenceConfig),
+    ):
+        assert config_class(arguments) is cls, arguments
+    assert type(read_config(sequence)) is SequenceConfig
+    assert type(read_config(image, ["--task", "sequence"])) is SequenceConfig
+    with pytest.raises(ValueError, match="task='translation' is unknown; choose from classification, sequence"):
+        config_class(["--task", "translation", "--config", str(sequence)])
+
+
+def test_fields_of_another_task_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, name in (
+        ("task: sequence\nmodel:\n  patch_size: 4", "patch_size"),
+        ("task: sequence\naugment:\n  flip: true", "augment"),
+        ("decode:\n  beams: 3", "decode"),
+        ("train:\n  batch_tokens: 100", "batch_tokens"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            read_config(write(tmp_path, text))
+        assert stop.value.code == 2
+        assert name in capsys.readouterr().err
+
+
+def test_configurations_of_two_tasks_differ_in_their_task(tmp_path: Path) -> None:
+    image, sequence = (read_config(write(tmp_path, f"task: {task}")) for task in ("classification", "sequence"))
+    assert differences(image, sequence) == {"task": ("classification", "sequence")}
+    assert differences(sequence, image) == {"task": ("sequence", "classification")}
+    assert differences(sequence, sequence) == {}
+
+
+def test_a_sequence_configuration_survives_yaml_and_dictionaries(tmp_path: Path) -> None:
+    text = "task: sequence\ndata:\n  kind: text\n  test: [a, b]\ntrain:\n  betas: [0.5, 0.6]\ndecode:\n  beams: 2\n"
+    config = read_config(write(tmp_path, text))
+    assert read_config(write(tmp_path, to_yaml(config))) == config
+    assert build_from_dict(SequenceConfig, to_dict(config)) == config
+    assert to_dict(config)["data"]["test"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("cls", [ClassificationConfig, SequenceConfig])
+@pytest.mark.parametrize("stored", [None, 3, "text", [1], {"train": None}, {"train": 3}, {"nothing": 1}])
+def test_a_stored_configuration_that_is_none_is_refused(cls: type, stored: object) -> None:
+    with pytest.raises(ValueError, match=r"can't be used|not a section"):
+        build_from_dict(cls, stored)  # type: ignore[type-var, arg-type]
 
 
 def test_nan_is_no_number(tmp_path: Path) -> None:
@@ -164,13 +261,20 @@ def test_shipped_configurations_are_valid_and_say_how_they_were_measured(path: P
     assert "torch" in header
 
 
-@pytest.mark.parametrize("cls", [ClassificationConfig, EvaluateConfig])
+HELP = {
+    ClassificationConfig: ["train"],
+    SequenceConfig: ["train", "--task", "sequence"],
+    EvaluateConfig: ["evaluate"],
+    TranslateConfig: ["translate"],
+}
+
+
+@pytest.mark.parametrize("cls", HELP)
 def test_every_field_is_documented_in_help(cls: type, capsys: pytest.CaptureFixture[str]) -> None:
     from vit_scratch import cli
 
-    command = {ClassificationConfig: "train", EvaluateConfig: "evaluate"}[cls]
     with pytest.raises(SystemExit) as stop:
-        cli.main([command, "--help"])
+        cli.main([*HELP[cls], "--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0
     for name in leaves(cls()):

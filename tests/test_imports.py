@@ -62,7 +62,7 @@ def test_scripts_are_thin_doors(script: str) -> None:
 
 
 def test_importing_the_package_loads_no_data_or_plotting_library() -> None:
-    libraries = "('torchvision', 'sklearn', 'matplotlib', 'timm')"
+    libraries = "('torchvision', 'sklearn', 'matplotlib', 'timm', 'tokenizers', 'sacrebleu')"
     code = f"import sys, vit_scratch; print([m for m in {libraries} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"

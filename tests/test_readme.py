@@ -20,7 +20,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=["backbone", "encoder_decoder"])
+@pytest.mark.parametrize("code", blocks("python"), ids=["backbone", "encoder_decoder", "generation"])
 def test_import_examples_print_what_their_comments_say(code: str) -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):

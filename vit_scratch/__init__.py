@@ -4,6 +4,7 @@ from vit_scratch.transformer.attention import MultiHeadAttention, attention, cau
 from vit_scratch.transformer.decoder import Decoder, DecoderLayer
 from vit_scratch.transformer.encoder import Encoder, EncoderLayer
 from vit_scratch.transformer.feed_forward import FeedForward
+from vit_scratch.transformer.generation import Hypothesis, beam_search, greedy, sample
 from vit_scratch.transformer.positions import LearnedPositions, SinusoidalPositions
 from vit_scratch.transformer.transformer import TokenEmbedding, Transformer
 from vit_scratch.vision.patch_embedding import PatchEmbedding
@@ -18,6 +19,7 @@ __all__ = [
     "Encoder",
     "EncoderLayer",
     "FeedForward",
+    "Hypothesis",
     "LearnedPositions",
     "MultiHeadAttention",
     "PatchEmbedding",
@@ -26,6 +28,9 @@ __all__ = [
     "Transformer",
     "VisionTransformer",
     "attention",
+    "beam_search",
     "causal_mask",
     "create_vit",
+    "greedy",
+    "sample",
 ]

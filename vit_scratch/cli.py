@@ -5,7 +5,6 @@ signal's number when stopped by a signal. With VIT_SCRATCH_TRACEBACK=1 in the en
 """
 
 import importlib
-import io
 import os
 import signal
 import sys
@@ -44,7 +43,7 @@ def train(arguments: list[str], prog: str) -> int:
         "--resume", action="store_true", help="Go on with the run in that folder, or start it where there is none."
     )
     values = parse(parser, arguments)
-    default = {"classification": "cifar10", "sequence": "reverse"}[values.task]
+    default = {"classification": "cifar10", "sequence": "reverse"}.get(values.task)  # null is refused by `build`
     out = Path(values.out or f"runs/{Path(str(values.config[0])).stem if values.config else default}")
     saved = out / "config.yaml"
     if values.resume and saved.exists() and not values.config:
@@ -88,14 +87,12 @@ def translate(arguments: list[str], prog: str) -> int:
 
 
 def input_lines() -> Iterator[str]:
-    """The lines of the standard input. Raises ValueError where they are not UTF-8."""
-    lines = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig") if hasattr(sys.stdin, "buffer") else sys.stdin
-    number = 0
-    try:
-        for number, line in enumerate(lines, 1):  # noqa: B007  # named in the message
-            yield line
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the input is not UTF-8 after line {number} ({error.reason}); convert it first") from error
+    """The lines of the standard input. Raises ValueError at the first that is not UTF-8."""
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"line {number} of the input is not UTF-8 ({error.reason}); convert it first") from error
 
 
 COMMANDS = {"train": train, "evaluate": evaluate, "translate": translate}

@@ -219,6 +219,7 @@ class ClassificationConfig:
         check_at_least(
             {
                 "seed": (self.seed, 0),
+                "model.dim": (1 if self.model.dim is None else self.model.dim, 1),
                 "data.split_seed": (self.data.split_seed, 0),
                 "data.workers": (self.data.workers, 0),
                 "data.fake_images": (self.data.fake_images, 20),
@@ -345,6 +346,7 @@ class SequenceConfig:
         check_at_least(
             {
                 "seed": (self.seed, 0),
+                "model.dim": (self.model.dim, 1),
                 "data.symbols": (self.data.symbols, 1),
                 "data.longest": (self.data.longest, 1),
                 "data.count": (self.data.count, 1),
@@ -497,7 +499,7 @@ def build_from_dict(cls: type[T], values: dict[str, Any]) -> T:
     parser.add_class_arguments(cls, None)
     try:
         return build(cls, parser.parse_object(values))
-    except (TypeError, KeyError, ArgumentError) as error:
+    except (AttributeError, TypeError, KeyError, ArgumentError) as error:
         raise ValueError(f"the stored configuration can't be used: {error}") from error
 
 
@@ -523,6 +525,8 @@ FREE_TO_CHANGE = {"device", "data.root", "data.workers", "train.log_every", "tra
 
 def differences(before: Any, now: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
     """Fields whose values differ between two configurations and must not, as {name: (before, now)}."""
+    if type(before) is not type(now):  # of two tasks, which have other fields
+        return {"task": (before.task, now.task)}
     found: dict[str, tuple[Any, Any]] = {}
     for f in dataclasses.fields(before):
         a, b, name = getattr(before, f.name), getattr(now, f.name), where + f.name

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_scratch.evaluation.plots import plot_confusion, plot_curves
+from vit_scratch.evaluation.plots import plot_attention, plot_confusion, plot_curves
 
 
 def pixels(path):
@@ -84,6 +84,79 @@ def test_other_numbers_make_another_picture(tmp_path):
     rows[2]["train_loss"] *= 3
     plot_curves(rows, tmp_path / "b.png")
     assert not np.array_equal(pixels(tmp_path / "a.png"), pixels(tmp_path / "b.png"))
+
+
+def test_what_else_was_measured_on_held_out_data_has_a_panel_of_its_own(tmp_path):
+    rows = rows_of(4, "train_", "val_", "ema_val_")
+    plot_curves(rows, tmp_path / "two.png")
+    for epoch, row in enumerate(rows):
+        row |= {"val_bleu": 10.0 * epoch, "ema_val_bleu": 30.0 - 2 * epoch}
+    plot_curves(rows, tmp_path / "three.png")
+    for row in rows:
+        row |= {"val_exact_match": 0.5}
+    plot_curves(rows, tmp_path / "four.png")
+    two, three, four = (pixels(tmp_path / f"{name}.png") for name in ("two", "three", "four"))
+    assert [v.shape[1] / 480 for v in (two, three, four)] == [3, 4, 5]  # a panel each, and that of the learning rate
+
+    def panel(values, number):
+        width = values.shape[1] / round(values.shape[1] / 480)
+        return values[:, int((number + 0.1) * width) : int((number + 0.9) * width)]
+
+    for number, colours in ((0, {TRAIN, HELD_OUT, AVERAGED}), (2, {HELD_OUT, AVERAGED}), (3, set())):
+        found = {c for c in (TRAIN, HELD_OUT, AVERAGED) if has_colour(panel(three, number), c)}
+        assert found == colours, number
+    assert not has_colour(panel(four, 3), AVERAGED)
+    assert has_colour(panel(four, 3), HELD_OUT)
+
+
+@pytest.mark.parametrize("first", [0.0, 50.0])
+def test_bleu_is_drawn_as_it_is(tmp_path, first):
+    rows = rows_of(4, "train_", "val_")
+    for row in rows:
+        row["val_bleu"] = first
+    plot_curves(rows, tmp_path / "a.png")
+    rows[1]["val_bleu"] = None
+    plot_curves(rows, tmp_path / "b.png")
+    assert not np.array_equal(pixels(tmp_path / "a.png"), pixels(tmp_path / "b.png"))
+
+
+def dark_cells(values, count):
+    """Where the darkest colour lies, as (row, column) shares of the picture without its colour bar."""
+    cells = values[:, : int(0.8 * values.shape[1])].astype(int)
+    wanted = [int(WHOLE_CLASS[i : i + 2], 16) for i in (1, 3, 5)]
+    places = np.argwhere(np.abs(cells - wanted).max(2) < 3)
+    assert len(places) > count
+    return places
+
+
+def test_attention_is_dark_where_the_weight_is(tmp_path):
+    source, target = ["a", "red", "dog", "end"], ["ein", "Hund", "end"]
+    centres = {}
+    for row, column in ((0, 0), (0, 3), (2, 0), (2, 3)):
+        weights = np.full((3, 4), 0.1)
+        weights[row, column] = 0.7
+        plot_attention(weights, source, target, tmp_path / "a.png")
+        centres[row, column] = dark_cells(pixels(tmp_path / "a.png"), 500).mean(axis=0)
+    assert centres[0, 0][0] == pytest.approx(centres[0, 3][0], abs=2)
+    assert centres[0, 0][1] == pytest.approx(centres[2, 0][1], abs=2)
+    assert centres[2, 0][0] > centres[0, 0][0] + 60  # rows go down, and are the words that were written
+    assert centres[0, 3][1] > centres[0, 0][1] + 120  # columns go right, and are the words that were read
+
+
+@pytest.mark.parametrize("name", ["5$", "$x_$", "a_b^c", "\\alpha", "", "%", "Donaudampfschifffahrtsgesellschaft"])
+def test_words_with_signs_of_mathematics_are_no_error(tmp_path, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_attention(np.array([[0.25, 0.75], [1.0, 0.0]]), [name, "end"], [name, "end"], tmp_path / "a.png")
+        plot_attention(np.array([[1.0]]), [name], [name], tmp_path / "b.png")
+    pixels(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 60), (60, 1), (40, 40)])
+def test_sentences_of_any_length_are_drawn(tmp_path, rows, columns):
+    weights = np.full((rows, columns), 1 / columns)
+    plot_attention(weights, ["word"] * columns, ["Wort"] * rows, tmp_path / ".a.png.part")  # whatever it is called
+    pixels(tmp_path / ".a.png.part")
 
 
 @pytest.mark.parametrize("count", [2, 10, 100])

@@ -86,6 +86,17 @@ def random_padding(total):
     return mask
 
 
+def padding_at_the_end(batch, total):
+    """(B, total), True at real tokens; every sample has at least one, the first nothing else."""
+    lengths = torch.randint(1, total + 1, (batch, 1))
+    lengths[0] = total
+    return torch.arange(total) < lengths
+
+
+def causal(length):
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
 def random_pairs(queries, keys):
     """(queries, keys), True where attending is allowed; the diagonal and the first key always are."""
     mask = torch.rand(queries, keys) > 0.4
@@ -127,9 +138,10 @@ def test_a_decoder_layer_equals_torch(norm_first, activation, training, masked):
     ours = randomise(DecoderLayer(DIM, HEADS, **our_options(norm_first, activation))).train(training)
     theirs = nn.TransformerDecoderLayer(DIM, HEADS, **torch_options(norm_first, activation)).train(training)
     copy_layer(theirs, ours)
-    mask = random_pairs(TARGET, TARGET) if masked else None
-    memory_mask = random_pairs(TARGET, SOURCE) if masked else None
-    their_masks = dict(tgt_mask=~mask, memory_mask=~memory_mask) if masked else {}
+    mask, memory_mask, their_masks = None, None, dict(tgt_mask=~causal(TARGET))  # ours is causal by itself
+    if masked:
+        mask, memory_mask = random_pairs(TARGET, TARGET), random_pairs(TARGET, SOURCE)
+        their_masks = dict(tgt_mask=~(mask & causal(TARGET)), memory_mask=~memory_mask)
     compare(
         lambda x, memory: ours(x, memory, mask, memory_mask),
         lambda x, memory: theirs(x, memory, **their_masks),
@@ -165,7 +177,7 @@ def test_a_decoder_equals_torch_with_a_causal_mask(norm_first, activation, train
     theirs = nn.TransformerDecoder(layer, 3, norm=nn.LayerNorm(DIM, eps=1e-6))
     copy_stack(theirs.train(training), ours, norm_first)
 
-    their_masks = dict(tgt_mask=~torch.ones(TARGET, TARGET, dtype=torch.bool).tril())
+    their_masks = dict(tgt_mask=~causal(TARGET))
     mask = memory_mask = None
     if padded:
         mask, memory_mask = random_padding(TARGET), random_padding(SOURCE)
@@ -179,44 +191,73 @@ def test_a_decoder_equals_torch_with_a_causal_mask(norm_first, activation, train
     )
 
 
-@all_options
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-def test_a_whole_transformer_equals_torch(norm_first, activation, training):
+def draw(limit):
+    """A whole number from 1 to `limit`."""
+    return int(torch.randint(1, limit + 1, ()))
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("masked", [False, True], ids=["padding", "padding and masks"])
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.filterwarnings("ignore:.*nested.tensor")
+def test_a_whole_transformer_equals_torch(norm_first, training, masked, seed):
+    """Sizes, lengths, padding and masks are drawn; logits and gradients agree at the real tokens."""
+    torch.manual_seed(seed)
+    batch, length, heads = draw(5), draw(9), 2 ** (draw(3) - 1)
+    source_length = length if seed % 2 else draw(9)
+    depths, activation, pad_id = (draw(3), draw(3)), ["relu", "gelu"][draw(2) - 1], [0, 7][draw(2) - 1]
     options = our_options(norm_first, activation)
     ours = Transformer(
-        Encoder(DIM, 2, HEADS, **options),
-        Decoder(DIM, 3, HEADS, **options),
+        Encoder(DIM, depths[0], heads, **options),
+        Decoder(DIM, depths[1], heads, **options),
         source_vocabulary=11,
         target_vocabulary=13,
+        pad_id=pad_id,
         max_length=20,
     )
     randomise(ours).train(training)
-    theirs = nn.Transformer(DIM, HEADS, 2, 3, **torch_options(norm_first, activation)).train(training)
+    theirs = nn.Transformer(DIM, heads, *depths, **torch_options(norm_first, activation)).train(training)
     copy_stack(theirs.encoder, ours.encoder, norm_first)
     copy_stack(theirs.decoder, ours.decoder, norm_first)
 
-    source, target = torch.randint(1, 11, (3, SOURCE)), torch.randint(1, 13, (3, TARGET))
-    source[1, 3:], target[2, 2:] = 0, 0
-    their_logits = ours.head(
-        theirs(
+    source, target = torch.randint(0, 11, (batch, source_length)), torch.randint(0, 13, (batch, length))
+    real_source, real = padding_at_the_end(batch, source_length), padding_at_the_end(batch, length)
+    source[source == pad_id], target[target == pad_id] = 1, 1
+    source[~real_source], target[~real] = pad_id, pad_id
+    mask, memory_mask = random_pairs(length, length), random_pairs(length, source_length)
+    source_mask = random_pairs(source_length, source_length)
+    their_masks = dict(tgt_mask=~causal(length))
+    if masked:
+        their_masks = dict(src_mask=~source_mask, tgt_mask=~(mask & causal(length)), memory_mask=~memory_mask)
+
+    def run_ours():
+        if not masked:
+            return ours(source, target)
+        memory = ours.encoder(ours.source_embedding(source), real_source[:, None] & source_mask)
+        decoded = ours.decoder(ours.target_embedding(target), memory, mask[None], real_source[:, None] & memory_mask)
+        return ours.head(decoded)
+
+    def run_theirs():
+        decoded = theirs(
             ours.source_embedding(source),
             ours.target_embedding(target),
-            tgt_mask=~torch.ones(TARGET, TARGET, dtype=torch.bool).tril(),
-            src_key_padding_mask=source == 0,
-            tgt_key_padding_mask=target == 0,
-            memory_key_padding_mask=source == 0,
+            src_key_padding_mask=~real_source,
+            tgt_key_padding_mask=~real,
+            memory_key_padding_mask=~real_source,
+            **their_masks,
         )
-    )
+        return ours.head(decoded)
+
     shared = [ours.source_embedding.embedding.weight, ours.target_embedding.embedding.weight, ours.head.weight]
     results = []
-    for logits, stacks in (
-        (ours(source, target), (ours.encoder, ours.decoder)),
-        (their_logits, (theirs.encoder, theirs.decoder)),
-    ):
+    for run, stacks in ((run_ours, (ours.encoder, ours.decoder)), (run_theirs, (theirs.encoder, theirs.decoder))):
         norms = [layer.norm1.weight for stack in stacks for layer in stack.layers]
-        logits = logits[target != 0]
+        logits = run()[real]
         cotangent = torch.linspace(-1, 1, logits.numel()).view_as(logits)
         results.append([logits.detach(), *torch.autograd.grad(logits, shared + norms, cotangent)])
     for a, b in zip(*results, strict=True):
         assert (a != 0).any()
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():  # where torch takes its own fast path in eval mode
+        torch.testing.assert_close(run_ours()[real], run_theirs()[real], atol=1e-5, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import pickle
 import resource
@@ -10,10 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from vit_scratch import Decoder, Encoder, Transformer
 from vit_scratch.training import checkpoint
-from vit_scratch.training.checkpoint import SaveError, TrainingStates, load_weights, replacing, save_weights
+from vit_scratch.training.checkpoint import (
+    SaveError,
+    TrainingStates,
+    load_weights,
+    read_description,
+    replacing,
+    save_weights,
+)
+from vit_scratch.training.ema import ExponentialMovingAverage
 
 WEIGHTS = {
     "fp32": torch.randn(5, 7, generator=torch.Generator().manual_seed(0)),
@@ -78,8 +88,9 @@ def test_damaged_weights_are_refused_by_name(tmp_path, kind):
     path = tmp_path / "w.safetensors"
     save_weights(path, WEIGHTS, DESCRIPTION)
     damage(path, kind)
-    with pytest.raises(ValueError, match=r"w\.safetensors is damaged or no safetensors file"):
-        load_weights(path)
+    for read in (load_weights, read_description):
+        with pytest.raises(ValueError, match=r"w\.safetensors is damaged or no safetensors file"):
+            read(path)
 
 
 @pytest.mark.parametrize("kind", ["foreign", "foreign without header"])
@@ -87,14 +98,121 @@ def test_weights_of_others_are_refused(tmp_path, kind):
     path = tmp_path / "w.safetensors"
     save_weights(path, WEIGHTS, DESCRIPTION)
     damage(path, kind)
-    with pytest.raises(ValueError, match=r"w\.safetensors.* was not written by vit_scratch"):
-        load_weights(path)
+    for read in (load_weights, read_description):
+        with pytest.raises(ValueError, match=r"w\.safetensors.* was not written by vit_scratch"):
+            read(path)
 
 
 def test_missing_weights_are_refused(tmp_path):
     for path in (tmp_path / "none.safetensors", tmp_path):
-        with pytest.raises(ValueError, match=f"{path} does not exist"):
-            load_weights(path)
+        for read in (load_weights, read_description):
+            with pytest.raises(ValueError, match=f"{path} does not exist"):
+                read(path)
+
+
+def test_a_description_is_read_without_the_weights(tmp_path, monkeypatch):
+    path = tmp_path / "w.safetensors"
+    save_weights(path, WEIGHTS, DESCRIPTION)
+    monkeypatch.setattr(checkpoint, "load_file", lambda path: pytest.fail("weights were read"))
+    description = read_description(path)
+    assert {k: description[k] for k in DESCRIPTION} == DESCRIPTION
+    assert description.keys() - DESCRIPTION.keys() == {"tied"}
+
+
+def tied_model(tie="all", seed=0):
+    torch.manual_seed(seed)
+    return Transformer(
+        Encoder(dim=8, depth=1, heads=2),
+        Decoder(dim=8, depth=1, heads=2),
+        source_vocabulary=50,
+        target_vocabulary=50,
+        tie=tie,
+    ).eval()
+
+
+EMBEDDINGS = {"all": ["source_embedding.embedding.weight", "target_embedding.embedding.weight", "head.weight"]}
+EMBEDDINGS["target"] = EMBEDDINGS["all"][1:]
+SOURCE, TARGET = torch.tensor([[3, 4, 5]]), torch.tensor([[1, 6, 7]])
+
+
+@pytest.mark.parametrize("tie", ["all", "target"])
+@pytest.mark.parametrize("which", ["model", "average"])
+def test_tied_weights_are_written_once_and_come_back_tied_under_all_names(tmp_path, tie, which):
+    path, model = tmp_path / "w.safetensors", tied_model(tie)
+    if which == "average":
+        average = ExponentialMovingAverage(model, 0.5)
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        average.update(model)
+        model = average.model
+    names, state = EMBEDDINGS[tie], model.state_dict()
+    save_weights(path, state, DESCRIPTION)
+    written = load_file(path)
+    assert len(written.keys() & set(names)) == 1
+    assert len(written) == len(state) - len(names) + 1
+    once = sum(p.numel() for p in model.parameters()) * 4
+    assert once <= path.stat().st_size < once + 4096
+
+    weights, description = load_weights(path)
+    assert description == DESCRIPTION
+    assert weights.keys() == state.keys()
+    assert all(same(weights[n], state[n]) for n in state)
+    again = tied_model(tie, seed=1)
+    again.load_state_dict(weights)
+    pointers = {name: p.data_ptr() for name, p in again.named_parameters(remove_duplicate=False)}
+    assert len({pointers[name] for name in names}) == 1
+    assert len(set(pointers.values())) == len(pointers) - len(names) + 1
+    assert torch.equal(again(SOURCE, TARGET), model(SOURCE, TARGET))
+
+
+def test_weights_that_are_not_tied_are_all_written(tmp_path):
+    model = tied_model("none")
+    save_weights(tmp_path / "w.safetensors", model.state_dict(), {})
+    assert load_file(tmp_path / "w.safetensors").keys() == model.state_dict().keys()
+    with torch.no_grad():  # equal numbers are no tie
+        model.head.weight.copy_(model.target_embedding.embedding.weight)
+    save_weights(tmp_path / "w.safetensors", model.state_dict(), {})
+    assert load_file(tmp_path / "w.safetensors").keys() == model.state_dict().keys()
+
+
+def test_different_views_of_one_memory_are_all_written_with_their_values(tmp_path):
+    base = torch.arange(24.0)
+    views = {
+        "whole": base,
+        "begin": base[:6],
+        "overlap": base[3:9],
+        "table": base.view(4, 6),
+        "transposed": base.view(4, 6).T,
+        "stride": base[::2],
+        "bits": base.view(torch.int32),
+        "expanded": base[:1].expand(5),
+        "again": base[:6],
+        "nothing": base[:0],
+        "nothing else": base[:0],
+    }
+    save_weights(tmp_path / "w.safetensors", views, DESCRIPTION)
+    weights, description = load_weights(tmp_path / "w.safetensors")
+    assert weights.keys() == views.keys()
+    assert all(same(weights[n], views[n]) for n in views)
+    assert description == DESCRIPTION
+    assert load_file(tmp_path / "w.safetensors").keys() == views.keys() - {"again"}
+
+
+@pytest.mark.parametrize("tied", [{"a": "b"}, {"a": 3}, {"a": None}, ["a"], "a", 3])
+def test_names_of_weights_that_are_not_there_are_refused(tmp_path, tied):
+    path = tmp_path / "w.safetensors"
+    description = json.dumps({"format": checkpoint.FORMAT, "tied": tied, "task": "sequence"})
+    save_file({"c": torch.ones(2)}, path, {checkpoint.KEY: description})
+    with pytest.raises(ValueError, match=r"w\.safetensors is damaged: it names weights that it does not hold"):
+        load_weights(path)
+
+
+def test_files_from_before_weights_could_be_tied_are_read(tmp_path):
+    path = tmp_path / "w.safetensors"
+    save_file({"c": torch.ones(2)}, path, {checkpoint.KEY: json.dumps({"format": checkpoint.FORMAT, "classes": ["a"]})})
+    weights, description = load_weights(path)
+    assert torch.equal(weights["c"], torch.ones(2))
+    assert description == {"classes": ["a"]}
 
 
 def half_then_full(target, content=b"half of a file", error=None):

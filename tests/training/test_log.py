@@ -104,6 +104,18 @@ def test_without_a_terminal_plain_lines_are_printed(tmp_path, capsys):
     assert err == ""
 
 
+def test_further_metrics_are_printed_with_the_name_they_belong_to(tmp_path, capsys):
+    log = log_of(tmp_path)
+    val = {"val_loss": 0.5, "val_accuracy": 0.875, "val_bleu": 27.41234, "val_exact_match": 0.5}
+    log.add(row(2, **val, ema_val_loss=0.25, ema_val_accuracy=1.0, ema_val_bleu=0.0, ema_val_exact_match=1.0))
+    assert capsys.readouterr().out == (
+        "epoch 2/5  train loss 0.1667 accuracy 20.00 %  val loss 0.5000 accuracy 87.50 % bleu 27.41 exact match 0.5  "
+        "ema val loss 0.2500 accuracy 100.00 % bleu 0 exact match 1  1234 images/s\n"
+    )
+    assert jsonl(tmp_path)[0]["val_bleu"] == 27.41234
+    assert table(tmp_path)[0]["ema_val_exact_match"] == "1.0"
+
+
 def test_without_a_terminal_progress_is_a_line_every_15_seconds(tmp_path, capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("vit_scratch.training.log.time.monotonic", lambda: now[0])

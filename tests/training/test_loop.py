@@ -214,6 +214,45 @@ def test_the_best_weights_are_those_of_the_first_best_epoch(tmp_path):
     assert TrainingStates(tmp_path / "states").load()[0]["progress"]["best"] == 0.5
 
 
+@pytest.mark.parametrize(("select", "expected"), [("bleu", [1, 3]), ("accuracy", [1, 2]), ("exact_match", [1, 2, 4])])
+def test_the_metric_that_is_asked_for_decides_which_weights_are_best(tmp_path, select, expected):
+    scores = {"accuracy": [0.5, 0.9, 0.8, 0.1], "bleu": [20.0, 10.0, 30.0, 30.0], "exact_match": [0.0, 0.5, 0.25, 0.75]}
+    calls, saved = [], []
+
+    def validate(network):
+        calls.append(1)
+        return {"loss": 1.0} | {name: values[len(calls) - 1] for name, values in scores.items()}
+
+    def save_weights(name, network, row):
+        if name == "best":
+            saved.append((row["epoch"], network.weight.detach().clone(), row[f"val_{select}"]))
+
+    model = linear()
+    _, log = run(tmp_path, model, validate=validate, save_weights=save_weights, epochs=4, select=select)
+    assert [epoch for epoch, _, _ in saved] == expected
+    assert saved[-1][2] == max(scores[select])
+    assert torch.equal(saved[-1][1], model.weight) == (expected[-1] == 4)
+    assert [r["val_bleu"] for r in log.rows] == scores["bleu"]
+    assert TrainingStates(tmp_path / "states").load()[0]["progress"]["best"] == max(scores[select])
+
+
+def test_a_resumed_run_remembers_the_best_value_of_its_metric(tmp_path):
+    values = iter([30.0, 20.0, 25.0, 31.0])
+    saved = []
+
+    def validate(network):
+        return {"loss": 1.0, "accuracy": 0.5, "bleu": next(values)}
+
+    def save_weights(name, network, row):
+        saved.extend([row["epoch"]] if name == "best" else [])
+
+    options = dict(validate=validate, save_weights=save_weights, select="bleu")
+    run(tmp_path, linear(), epochs=2, **options)
+    state, _ = TrainingStates(tmp_path / "states").load()
+    run(tmp_path, linear(), epochs=4, state=state, **options)
+    assert saved == [1, 4]
+
+
 def test_without_held_out_data_nothing_is_best(tmp_path):
     saved = []
     run(tmp_path, linear(), save_weights=lambda name, *_: saved.append(name))

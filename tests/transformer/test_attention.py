@@ -167,15 +167,18 @@ def test_both_paths_agree_with_rotation_and_normalised_queries(qk_norm):
     assert (without - fused[0]).abs().max() > 1e-3
 
 
-def test_normalised_queries_and_keys_have_zero_mean_and_unit_variance_per_head():
+@pytest.mark.parametrize("cross", [False, True])
+def test_normalised_queries_and_keys_have_zero_mean_and_unit_variance_per_head(cross):
     module = MultiHeadAttention(DIM, HEADS, qk_norm=True).double()
-    x = 30 * torch.randn(2, QUERIES, DIM).double()
+    x, memory = (30 * torch.randn(2, n, DIM).double() for n in (QUERIES, KEYS))
     query, key, value = module.qkv(x).view(2, QUERIES, 3, HEADS, 4).permute(2, 0, 3, 1, 4).unbind()
+    if cross:
+        _, key, value = module.qkv(memory).view(2, KEYS, 3, HEADS, 4).permute(2, 0, 3, 1, 4).unbind()
     query, key = (
         (t - t.mean(-1, keepdim=True)) / (t.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt() for t in (query, key)
     )
     expected, expected_weights = formula(query, key, value)
-    output, weights = module(x, return_weights=True)
+    output, weights = module(x, memory if cross else None, return_weights=True)
     torch.testing.assert_close(weights, expected_weights, atol=1e-10, rtol=1e-8)
     torch.testing.assert_close(output, module.out(expected.transpose(1, 2).flatten(2)), atol=1e-10, rtol=1e-8)
 
@@ -212,6 +215,20 @@ def test_no_kernel_ever_sees_a_row_with_nothing_allowed(monkeypatch):
     mask = torch.tensor([[True, False, True], [False, False, False], [False, True, False]])
     MultiHeadAttention(DIM, HEADS)(torch.randn(2, 3, DIM), mask=mask)
     assert torch.equal(seen[0].squeeze(), torch.tensor([[True, False, True], [True] * 3, [False, True, False]]))
+
+
+def test_a_whole_pass_takes_the_causal_kernel_and_a_step_needs_no_mask(monkeypatch):
+    seen, kernel = [], torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, attn_mask=None, is_causal=False, **options):
+        seen.append((attn_mask if attn_mask is None else attn_mask.squeeze().tolist(), is_causal))
+        return kernel(*args, attn_mask=attn_mask, is_causal=is_causal, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    module, x, cache = MultiHeadAttention(DIM, HEADS), torch.randn(2, 3, DIM), KeyValueCache()
+    for tokens in (x, x[:, :1], x[:, :2]):
+        module(tokens, causal=True, cache=cache)
+    assert seen == [(None, True), (None, False), (lower_triangle(2, 6).tolist(), False)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -447,6 +464,15 @@ def test_rows_that_were_selected_twice_go_on_independently():
     key, value = cache.append(torch.tensor([5.0, 6.0]).view(2, 1, 1, 1), torch.tensor([7.0, 8.0]).view(2, 1, 1, 1))
     assert key.flatten(1).tolist() == [[0, 0, 5], [0, 0, 6]]
     assert value.flatten(1).tolist() == [[1, 1, 7], [1, 1, 8]]
+
+
+def test_a_cache_that_grows_token_by_token_is_copied_a_few_times_only():
+    cache, buffers = KeyValueCache(), []
+    for _ in range(100):
+        cache.append(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4))
+        if not buffers or buffers[-1] is not cache.buffers[0]:
+            buffers.append(cache.buffers[0])
+    assert len(buffers) <= 8
 
 
 @pytest.mark.parametrize("path", ["fused", "readable", "with weights"])

@@ -14,7 +14,7 @@ from vit_scratch.transformer.decoder import Decoder, DecoderCache, DecoderLayer
 from vit_scratch.transformer.encoder import Encoder, EncoderLayer
 from vit_scratch.transformer.feed_forward import FeedForward
 from vit_scratch.transformer.positions import rotation_2d, sinusoids
-from vit_scratch.transformer.residual import DropPath, LayerScale, residual_branch
+from vit_scratch.transformer.residual import Dropout, DropPath, LayerScale, drop_elements, residual_branch
 from vit_scratch.transformer.transformer import TokenEmbedding, Transformer
 
 DIM, HEADS, LENGTH, SOURCE = 16, 4, 6, 5
@@ -159,10 +159,67 @@ def test_layer_scale_takes_a_whole_number():
 def test_a_residual_branch_holds_only_what_does_something_in_the_stated_order():
     assert len(residual_branch(DIM, 0.0, 0.0, None)) == 0
     kinds = [type(part) for part in residual_branch(DIM, 0.1, 0.2, 0.3)]
-    assert kinds == [nn.Dropout, LayerScale, DropPath]
+    assert kinds == [Dropout, LayerScale, DropPath]
     assert [type(part) for part in residual_branch(DIM, 0.0, 0.0, 0.0)] == [LayerScale]
     x = torch.randn(2, 3, DIM)
     assert torch.equal(residual_branch(DIM, 0.0, 0.0, None)(x), x)
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.3, 0.5, 0.97])
+@pytest.mark.parametrize("shape", [(40_001,), (3, 101, 133)])
+def test_dropout_drops_each_element_by_itself_and_scales_the_others(probability, shape):
+    x = torch.randn(shape) + 3
+    y = drop_elements(x, probability)
+    kept = y != 0
+    torch.testing.assert_close(y[kept], (x / (1 - probability))[kept], atol=1e-3 / (1 - probability), rtol=1e-3)
+    n, share = x.numel(), kept.float().mean().item()
+    assert abs(share - (1 - probability)) < 5 * math.sqrt(probability * (1 - probability) / n)
+    # Four elements share a draw of 64 bits; none of them says anything about the next ones.
+    deviation = kept.float().flatten() - (1 - probability)
+    for distance in (1, 2, 3, 4, 5, 8):
+        correlation = (deviation[distance:] * deviation[:-distance]).mean().item() / (probability * (1 - probability))
+        assert abs(correlation) < 5 / math.sqrt(n), distance
+    for lane in range(4):
+        assert abs(kept.flatten()[lane::4].float().mean().item() - (1 - probability)) < 0.03
+
+
+def test_dropout_passes_gradients_where_it_passes_values():
+    x = torch.randn(50, 7, requires_grad=True)
+    y = drop_elements(x, 0.4)
+    y.backward(torch.ones_like(y))
+    torch.testing.assert_close(x.grad, y.detach() / x.detach())
+
+
+def test_dropout_draws_anew_and_repeats_with_the_seed():
+    x = torch.ones(1000)
+    torch.manual_seed(3)
+    first, second = drop_elements(x, 0.5), drop_elements(x, 0.5)
+    torch.manual_seed(3)
+    assert torch.equal(first, drop_elements(x, 0.5))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("probability", [0.0, 1e-6, 0.99999, 1 - 1e-9])
+def test_dropout_stays_finite_at_the_ends_of_its_range(probability):
+    x = torch.randn(3, 5)
+    y = drop_elements(x, probability)
+    assert y.isfinite().all()
+    if probability < 1e-5:
+        assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (1,), (2, 3, 5)])
+def test_dropout_keeps_shape_and_dtype(shape, dtype):
+    y = Dropout(0.5).train()(torch.ones(shape, dtype=dtype))
+    assert (y.shape, y.dtype) == (shape, dtype)
+    assert set(y.flatten().tolist()) <= {0.0, 2.0}
+
+
+@pytest.mark.parametrize("probability", [-0.1, 1.0, 1.5, float("nan")])
+def test_a_dropout_that_is_no_probability_is_refused(probability):
+    with pytest.raises(ValueError, match=f"dropout={probability} is not a probability"):
+        Dropout(probability)
 
 
 @NORM_ORDERS
@@ -196,7 +253,7 @@ def test_feed_forward_drops_hidden_units_in_training_only():
     torch.manual_seed(1)
     output = module.train()(x)
     torch.manual_seed(1)
-    assert torch.equal(output, module.linear2(F.dropout(hidden, 0.5)))
+    assert torch.equal(output, module.linear2(drop_elements(hidden, 0.5)))
     assert not torch.allclose(output, module.linear2(hidden), atol=1e-3)
 
 

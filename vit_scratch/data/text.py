@@ -24,6 +24,7 @@ def read_sentences(path: Path) -> list[str]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        content = error.object  # without a byte order mark
         line = content[: error.start].count(b"\n") + 1
         raise TextError(
             f"{path}, line {line}, is not UTF-8 (byte 0x{content[error.start]:02x}); convert the file, for example "
@@ -52,10 +53,13 @@ def read_pairs(
         TextError: a file that is not there or can't be read, files of different lengths or without a sentence, or an
             empty line.
     """
+    if not root.is_dir():
+        raise TextError(f"data.root={str(root)!r}: there is no such folder")
     for argument, language in (("data.source", source), ("data.target", target)):
         path = root / f"{name}.{language}"
         if not path.is_file():
-            there = sorted(p.suffix[1:] for p in root.glob(f"{name}.*") if p.suffix)
+            begin = f"{Path(name).name}."
+            there = sorted(p.name.removeprefix(begin) for p in path.parent.glob(f"{begin}*"))
             languages = f"of {name} there is: {', '.join(there)}" if there else f"there is nothing called {name}.*"
             raise TextError(f"{argument}={language!r}: {path} does not exist; {languages}")
     paths = root / f"{name}.{source}", root / f"{name}.{target}"
@@ -127,17 +131,24 @@ def encode(tokenizer: Tokenizer, sentences: list[str]) -> list[list[int]]:
 
 
 def decode(tokenizer: Tokenizer, sequences: list[list[int]]) -> list[str]:
-    """The sentence of each sequence of ids."""
-    return [text.strip() for text in tokenizer.decode_batch(sequences, skip_special_tokens=True)]
+    """The sentence of each sequence of ids, on one line whatever a model wrote."""
+    texts = tokenizer.decode_batch(sequences, skip_special_tokens=True)
+    return [text.replace("\r", " ").replace("\n", " ").strip() for text in texts]
 
 
 def words(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[str, list[int]]]:
     """The words of a sentence, each with the places of its tokens: punctuation stands by itself."""
+
+    def is_mark(piece: str) -> bool:
+        return not any(c.isalnum() or c == "\N{REPLACEMENT CHARACTER}" for c in piece)
+
     groups: list[tuple[str, list[int]]] = []
+    last = ""
     for place, token in enumerate(ids):
         piece = tokenizer.decode([token], skip_special_tokens=True)
-        begins = piece.startswith(" ") or not any(c.isalnum() or c == "\N{REPLACEMENT CHARACTER}" for c in piece)
-        if begins or not groups:
+        # A token that is a space and nothing else belongs to what follows.
+        if not groups or (not last.isspace() and (piece.startswith(" ") or is_mark(piece) or is_mark(last))):
             groups.append(("", []))
         groups[-1][1].append(place)
+        last = piece
     return [(tokenizer.decode([ids[p] for p in places]).strip(), places) for _, places in groups]

@@ -45,7 +45,10 @@ def plot_attention(weights: np.ndarray, source: list[str], target: list[str], pa
         weights: (target words, source words); each row sums to 1.
         source, target: the words.
     """
-    figure = Figure(figsize=(2.5 + 0.5 * len(source), 2 + 0.4 * len(target)), layout="constrained")
+    source, target = ([w if len(w) <= 20 else w[:19] + "…" for w in side] for side in (source, target))
+    room = 0.1 * max(map(len, [*source, *target]))  # inches for the words
+    size = 2 + 0.5 * len(source) + room, 1.5 + 0.4 * len(target) + room
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(weights, cmap="Blues", vmin=0, vmax=max(float(weights.max()), 1e-9))
     figure.colorbar(image, ax=axes, label="attention weight", shrink=0.8)
@@ -54,7 +57,7 @@ def plot_attention(weights: np.ndarray, source: list[str], target: list[str], pa
     axes.xaxis.tick_top()
     axes.tick_params(labelsize=11, length=0)
     axes.spines[:].set_visible(False)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")  # whatever the path ends with
 
 
 def plot_confusion(confusion: np.ndarray, classes: list[str], title: str, path: Path) -> None:

@@ -131,6 +131,7 @@ def prepare(config: SequenceDataConfig, seed: int, names: Iterable[str], tokeniz
         from vit_scratch.data import text
     except ImportError as error:
         raise ValueError("data.kind=text needs a package that is missing; pip install 'vit-scratch[text]'") from error
+    translation_scores(["."], ["."])  # says now, not after the first epoch, that its package is missing
     pairs, notes = {}, []
     for name in names:
         *pairs[name], faults = text.read_pairs(
@@ -150,9 +151,10 @@ def prepare(config: SequenceDataConfig, seed: int, names: Iterable[str], tokeniz
             kept = [i for i in range(len(sources)) if i not in gone]
             sources, targets, texts = [sources[i] for i in kept], [targets[i] for i in kept], [texts[i] for i in kept]
         if long:
+            place = f"pair {long[0] + 1} of those that are not empty" if config.skip_empty else f"line {long[0] + 1}"
             notes.append(
                 f"{'left out' if name == 'train' else 'cut'} {len(long)} {name} pairs with more than "
-                f"data.max_length={config.max_length} tokens; the first stands in line {long[0] + 1}"
+                f"data.max_length={config.max_length} tokens; the first is {place}"
             )
         if not sources:
             raise ValueError(f"no {name} pair has at most data.max_length={config.max_length} tokens; raise it")
@@ -284,8 +286,6 @@ def train(config: SequenceConfig, out: Path, *, resume: bool = False) -> int | N
 
     tests = testing_parts(config.data)
     data = prepare(config.data, config.seed, ["train", "val", *tests])
-    if data.tokenizer is not None:
-        translation_scores(["."], ["."])  # says now, not after the first epoch, that its package is missing
     states.identity = data.identity()
     torch.manual_seed(config.seed)
     arguments = model_arguments(config.model, data.vocabulary, config.data.max_length)
@@ -361,7 +361,10 @@ def stored_tokenizer(description: dict[str, Any]) -> Any:
         from vit_scratch.data.text import load_tokenizer
     except ImportError as error:
         raise ValueError("text needs a package that is missing; pip install 'vit-scratch[text]'") from error
-    return load_tokenizer(description["tokenizer"])
+    tokenizer, vocabulary = load_tokenizer(description["tokenizer"]), description["model"]["vocabulary"]
+    if tokenizer.get_vocab_size() != vocabulary:
+        raise ValueError(f"the stored tokenizer has {tokenizer.get_vocab_size()} tokens, and its model {vocabulary}")
+    return tokenizer
 
 
 def report(
@@ -397,7 +400,8 @@ def report(
         tokens = evaluate_tokens(model, part.loader(config.train.batch_tokens, device).batches(), PAD)
         hypotheses = generate(model, part.sources, config.decode, data.max_length, batch_size)
         result, lines = scores(part, hypotheses, tokenizer)
-        outputs[f"{name}.{data.target}" if part.texts else f"{name}.txt"] = lines
+        flat = name.replace("/", "_")  # a test file may stand in a folder
+        outputs[f"{flat}.{data.target}" if part.texts else f"{flat}.txt"] = lines
         values["parts"][name] = {
             "count": len(part.sources),
             "loss": tokens.loss,
@@ -489,6 +493,10 @@ def translate(config: TranslateConfig, path: Path, sentences: Iterable[str]) -> 
         if not sentence.strip():
             print(flush=True)
             continue
+        try:
+            sentence.encode()
+        except UnicodeEncodeError as error:  # how Python holds arguments of other bytes
+            raise ValueError(f"sentence {number} is not UTF-8; convert it first") from error
         source = text.encode(tokenizer, [sentence.strip()])[0]
         if len(source) > limit:
             print(f"note: sentence {number} has {len(source)} tokens and is cut after {limit}", file=sys.stderr)

@@ -62,12 +62,17 @@ def save_weights(path: Path, weights: dict[str, Tensor], description: dict[str, 
     """
     tensors, tied = {}, {}
     first: dict[tuple, str] = {}
+    memory: set[int] = set()
     for name, tensor in weights.items():
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and first.setdefault(place, name) != name:
             tied[name] = first[place]
         else:
-            tensors[name] = tensor.detach().cpu().contiguous()
+            whole = tensor.detach().cpu().contiguous()
+            start = whole.untyped_storage().data_ptr()
+            # Different parts of one memory are written apart: the format has no overlaps.
+            tensors[name] = whole.clone() if start in memory else whole
+            memory.add(start)
     with replacing(path) as temporary:
         save_file(tensors, temporary, {KEY: json.dumps({"format": FORMAT, "tied": tied} | description)})
 

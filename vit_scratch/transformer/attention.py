@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vit_scratch.transformer.positions import Rotation, rotate
-from vit_scratch.transformer.residual import check_probability
+from vit_scratch.transformer.residual import check_probability, drop_elements
 
 
 def attention(
@@ -36,7 +36,7 @@ def attention(
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
     if mask is not None:
         weights = weights.masked_fill(~mask, 0.0)
-    return F.dropout(weights, dropout) @ value, weights
+    return drop_elements(weights, dropout) @ value, weights
 
 
 def fused_attention(

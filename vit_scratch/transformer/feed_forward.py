@@ -5,6 +5,8 @@ Shapes: B batch, N tokens, D model width.
 
 from torch import Tensor, nn
 
+from vit_scratch.transformer.residual import Dropout
+
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
@@ -30,7 +32,7 @@ class FeedForward(nn.Module):
             raise ValueError(f"hidden_dim={hidden_dim} is not a width; it must be at least 1, or None for 4 * dim")
         self.linear1 = nn.Linear(dim, hidden_dim)
         self.activation = ACTIVATIONS[activation]()
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.linear2 = nn.Linear(hidden_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:

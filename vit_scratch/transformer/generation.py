@@ -45,10 +45,14 @@ class Hypothesis(NamedTuple):
     ended: bool
 
 
-def check_generation(source: Tensor, max_length: int) -> None:
-    """Raise ValueError unless `source` is a batch of ids (B, S) and `max_length` is not negative."""
+def check_generation(model: Model, source: Tensor, bos_id: int, eos_id: int, max_length: int) -> None:
+    """Raise ValueError unless `source` is a batch of ids (B, S), the ids differ and `max_length` is not negative."""
     if source.dim() != 2 or source.is_floating_point():
         raise ValueError(f"source has shape {tuple(source.shape)} and dtype {source.dtype}; it must be ids (B, S)")
+    if eos_id in (bos_id, model.pad_id):
+        raise ValueError(
+            f"eos_id={eos_id} must differ from bos_id={bos_id} and pad_id={model.pad_id}, which are never written"
+        )
     if max_length < 0:
         raise ValueError(f"max_length={max_length} is no number of tokens; it must be at least 0")
 
@@ -64,7 +68,7 @@ def _one_by_one(
     model: Model, source: Tensor, bos_id: int, eos_id: int, max_length: int, choose: Callable[[Tensor], Tensor]
 ) -> list[Hypothesis]:
     """Let `choose` pick a token (B,) from log-probabilities (B, V), step after step."""
-    check_generation(source, max_length)
+    check_generation(model, source, bos_id, eos_id, max_length)
     found = [Hypothesis([], 0.0, False) for _ in source]
     if max_length == 0 or len(source) == 0:
         return found
@@ -107,7 +111,7 @@ def greedy(model: Model, source: Tensor, *, bos_id: int, eos_id: int, max_length
         A hypothesis for each row.
 
     Raises:
-        ValueError: a source that is no batch of ids, or a negative `max_length`.
+        ValueError: a source that is no batch of ids, an `eos_id` that is no other id, or a negative `max_length`.
     """
     return _one_by_one(model, source, bos_id, eos_id, max_length, lambda log_p: log_p.argmax(dim=-1))
 
@@ -127,8 +131,7 @@ def restrict(
     if top_k is not None and top_k < log_p.shape[-1]:
         kept = torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, log_p.topk(top_k).indices, True)
         log_p = log_p.masked_fill(~kept, -math.inf)
-    log_p = log_p - log_p.amax(dim=-1, keepdim=True)  # or a low temperature would make all of them -inf
-    p = (log_p / min(max(temperature, 1e-30), 1e30)).softmax(dim=-1)  # beyond, float32 has 0 and infinity
+    p = (log_p / min(max(temperature, 1e-30), 1e30)).softmax(dim=-1)  # beyond, float32 runs out of range
     if top_p is not None and top_p < 1:
         ordered, order = p.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered  # the mass of all that are likelier
@@ -219,7 +222,7 @@ def beam_search(
     Raises:
         ValueError: as `greedy`, a beam below 1, or a negative penalty.
     """
-    check_generation(source, max_length)
+    check_generation(model, source, bos_id, eos_id, max_length)
     if beams < 1:
         raise ValueError(f"beams={beams} is out of range; it must be at least 1")
     if not 0 <= length_penalty < math.inf:
@@ -242,9 +245,9 @@ def beam_search(
         log_p = log_probabilities(model, tokens, state, bos_id)
         vocabulary = log_p.shape[-1]
         candidates = (total.flatten()[:, None] + log_p).view(len(rows), beams * vocabulary)
-        # Of equals, max takes the first, as `greedy`; topk takes any.
-        top = candidates.max(dim=1, keepdim=True) if beams == 1 else candidates.topk(beams, dim=1)
-        total, chosen = top.values.masked_fill(rank >= places, -math.inf), top.indices  # (rows, beams)
+        # A beam of 1 chooses as `greedy`, also among equals, of which topk takes any.
+        chosen = log_p.argmax(dim=1, keepdim=True) if beams == 1 else candidates.topk(beams, dim=1).indices
+        total = candidates.gather(1, chosen).masked_fill(rank >= places, -math.inf)  # (rows, beams)
         parents = chosen // vocabulary
         tokens = chosen % vocabulary
         first = torch.arange(len(rows), device=device)[:, None] * beams

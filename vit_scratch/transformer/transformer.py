@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vit_scratch.transformer.decoder import Decoder, DecoderCache
 from vit_scratch.transformer.encoder import Encoder
 from vit_scratch.transformer.positions import SinusoidalPositions
+from vit_scratch.transformer.residual import Dropout
 
 
 class TokenEmbedding(nn.Module):
@@ -28,7 +29,7 @@ class TokenEmbedding(nn.Module):
         self.scale = math.sqrt(dim)
         self.embedding = nn.Embedding(vocabulary, dim)
         self.positions = SinusoidalPositions(dim, max_length)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
         """Ids (B, N) -> vectors (B, N, D); the first id stands at position `start`."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vit_scratch.transformer.encoder import Encoder
 from vit_scratch.transformer.positions import rotation_2d, sinusoids_2d
+from vit_scratch.transformer.residual import Dropout
 from vit_scratch.vision.patch_embedding import PatchEmbedding, Size
 
 POOLINGS = ("class", "mean")
@@ -94,7 +95,7 @@ class VisionTransformer(nn.Module):
             cos, sin = rotation_2d(self.grid, encoder.dim // encoder.heads, prefix=self.num_prefix_tokens)
         self.register_buffer("rotation_cos", cos, persistent=False)
         self.register_buffer("rotation_sin", sin, persistent=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.head: nn.Module = nn.Identity()
         self.reset_classifier(num_classes)
         initialise(self)
