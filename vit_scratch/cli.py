@@ -82,7 +82,8 @@ def translate(arguments: list[str], prog: str) -> int:
     from vit_scratch.tasks.run import weights_file
 
     path = weights_file(Path(values.checkpoint))
-    task_module("sequence").translate(config, path, values.sentences or input_lines())
+    typed = not values.sentences and sys.stdin.isatty()  # someone waits for each line
+    task_module("sequence").translate(config, path, values.sentences or input_lines(), 1 if typed else 64)
     return 0
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -466,13 +466,14 @@ def evaluate(config: EvaluateConfig, path: Path) -> None:
         write_json(Path(config.json), values)
 
 
-def translate(config: TranslateConfig, path: Path, sentences: Iterable[str]) -> None:
+def translate(config: TranslateConfig, path: Path, sentences: Iterable[str], batch_size: int = 1) -> None:
     """Print the translation of each sentence, a line each; an empty sentence gives an empty line.
 
     Args:
         config: how to translate, and whether to draw the first sentence's attention.
         path: a weights file.
         sentences: as people write them.
+        batch_size: sentences that are waited for and translated together.
 
     Raises:
         ValueError: a checkpoint that is not there or not of text.
@@ -489,23 +490,27 @@ def translate(config: TranslateConfig, path: Path, sentences: Iterable[str]) -> 
     model.to(device)
     decode, limit = decoding(stored.decode, config.decode), stored.data.max_length - 1
     drawn = config.attention is None
-    for number, sentence in enumerate(sentences, 1):
-        if not sentence.strip():
-            print(flush=True)
-            continue
-        try:
-            sentence.encode()
-        except UnicodeEncodeError as error:  # how Python holds arguments of other bytes
-            raise ValueError(f"sentence {number} is not UTF-8; convert it first") from error
-        source = text.encode(tokenizer, [sentence.strip()])[0]
-        if len(source) > limit:
-            print(f"note: sentence {number} has {len(source)} tokens and is cut after {limit}", file=sys.stderr)
-            source = source[:limit]
-        target = generate(model, [source], decode, stored.data.max_length, 1)[0]
-        print(text.decode(tokenizer, [target])[0], flush=True)
-        if not drawn:
+    numbered = enumerate((s.strip() for s in sentences), 1)
+    while chunk := list(islice(numbered, batch_size)):
+        for number, sentence in chunk:
+            try:
+                sentence.encode()
+            except UnicodeEncodeError as error:  # how Python holds arguments of other bytes
+                raise ValueError(f"sentence {number} is not UTF-8; convert it first") from error
+        sources = text.encode(tokenizer, [sentence for _, sentence in chunk])
+        for (number, _), source in zip(chunk, sources, strict=True):
+            if len(source) > limit:
+                print(f"note: sentence {number} has {len(source)} tokens and is cut after {limit}", file=sys.stderr)
+        sources = [source[:limit] for source in sources]
+        written = [i for i, (_, sentence) in enumerate(chunk) if sentence]
+        generated = generate(model, [sources[i] for i in written], decode, stored.data.max_length, batch_size)
+        targets = dict(zip(written, generated, strict=True))
+        lines = dict(zip(written, text.decode(tokenizer, generated), strict=True))
+        for i in range(len(chunk)):
+            print(lines.get(i, ""), flush=True)
+        if not drawn and written:
             drawn = True
-            draw_attention(model, tokenizer, source, target, Path(str(config.attention)))
+            draw_attention(model, tokenizer, sources[written[0]], targets[written[0]], Path(str(config.attention)))
 
 
 def draw_attention(model: Transformer, tokenizer: Any, source: list[int], target: list[int], path: Path) -> None:
