@@ -386,6 +386,18 @@ def test_translate_writes_a_line_for_each_argument_or_line(
     assert capsys.readouterr().out == ""
 
 
+def test_more_lines_than_are_translated_together_keep_their_places(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    english = [*(s for s, _ in sentence_pairs()[:20]), ""]
+    assert run("translate", "--checkpoint", text, "--decode.beams", "1", *english) == 0
+    translated = capsys.readouterr().out.split("\n")[:-1]
+    assert len(set(translated)) > 10
+    feed(monkeypatch, "".join(f"{s}\n" for s in english * 7).encode())  # 147 lines
+    assert run("translate", "--checkpoint", text, "--decode.beams", "1") == 0
+    assert capsys.readouterr().out.split("\n")[:-1] == translated * 7
+
+
 def test_translate_writes_what_evaluate_writes(
     text: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,18 @@ def test_batches_and_padding_do_not_matter():
     assert results[0].loss == pytest.approx(results[1].loss, rel=1e-6) == pytest.approx(results[2].loss, rel=1e-6)
 
 
+def test_padding_is_never_right():
+    class Silent(nn.Module):
+        """Predicts padding everywhere."""
+
+        def forward(self, source, target):
+            return torch.zeros(*target.shape, VOCABULARY).index_fill(-1, torch.tensor(PAD), 5.0)
+
+    result = evaluate_tokens(Silent(), SequenceLoader([[3], [4]], [[5], [5, 6, 7]], 100, device=CPU).batches(), PAD)
+    assert (result.count, result.correct) == (6, 0)
+    assert result.loss == pytest.approx(math.log(math.exp(5) + VOCABULARY - 1), rel=1e-6)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode_is_eval_and_then_as_before(training):
     model = transformer().train(training)

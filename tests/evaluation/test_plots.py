@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from vit_scratch.evaluation.plots import plot_attention, plot_confusion, plot_curves
@@ -109,15 +110,20 @@ def test_what_else_was_measured_on_held_out_data_has_a_panel_of_its_own(tmp_path
     assert has_colour(panel(four, 3), HELD_OUT)
 
 
-@pytest.mark.parametrize("first", [0.0, 50.0])
-def test_bleu_is_drawn_as_it_is(tmp_path, first):
-    rows = rows_of(4, "train_", "val_")
-    for row in rows:
-        row["val_bleu"] = first
+def test_curves_show_the_values_shares_in_percent_and_scores_as_they_are(tmp_path, monkeypatch):
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    rows = rows_of(3, "train_", "val_")
+    for row, score in zip(rows, (10.0, None, 30.5), strict=True):
+        row |= {"val_bleu": score}
     plot_curves(rows, tmp_path / "a.png")
-    rows[1]["val_bleu"] = None
-    plot_curves(rows, tmp_path / "b.png")
-    assert not np.array_equal(pixels(tmp_path / "a.png"), pixels(tmp_path / "b.png"))
+    panels = {axes.get_title(): {line.get_label(): line.get_ydata() for line in axes.lines} for axes in figures[0].axes}
+    assert list(panels) == ["loss", "accuracy (%)", "bleu", "learning rate, last of the epoch"]
+    assert panels["loss"].keys() == panels["accuracy (%)"].keys() == {"train", "val"}
+    np.testing.assert_allclose(panels["loss"]["val"], [2, 1, 2 / 3])
+    np.testing.assert_allclose(panels["accuracy (%)"]["val"], [20.1, 20.2, 20.3])
+    np.testing.assert_array_equal(panels["bleu"]["val"], [10, np.nan, 30.5])
+    assert panels["bleu"].keys() == {"val"}
 
 
 def dark_cells(values, count):

@@ -183,6 +183,8 @@ def test_different_views_of_one_memory_are_all_written_with_their_values(tmp_pat
         "overlap": base[3:9],
         "table": base.view(4, 6),
         "transposed": base.view(4, 6).T,
+        "square": base[:9].view(3, 3),
+        "square, transposed": base[:9].view(3, 3).T,
         "stride": base[::2],
         "bits": base.view(torch.int32),
         "expanded": base[:1].expand(5),
