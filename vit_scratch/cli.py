@@ -12,7 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from vit_scratch.config import TASKS, EvaluateConfig, Parser, TranslateConfig, add_config, build, config_class, parse
+from vit_scratch.config import (
+    TASKS,
+    EvaluateConfig,
+    Parser,
+    TranslateConfig,
+    add_config,
+    build,
+    config_class,
+    parse,
+    preview,
+)
 
 USAGE = """usage: vit-scratch COMMAND ...
 
@@ -31,6 +41,10 @@ def task_module(task: str) -> ModuleType:
 
 def train(arguments: list[str], prog: str) -> int:
     """The command `train`; returns the exit status."""
+    known = preview(arguments)
+    begun = Path(known.out or "runs/cifar10")
+    if known.resume and not known.config and (begun / "config.yaml").exists():
+        arguments = ["--config", str(begun / "config.yaml"), "--out", str(begun), *arguments]
     cls = config_class(arguments)
     parser = Parser(
         prog=prog,
@@ -38,17 +52,17 @@ def train(arguments: list[str], prog: str) -> int:
         "encoder-decoder. --help lists the fields of the task in --config or --task.",
     )
     add_config(parser, cls)
-    parser.add_argument("--out", type=str, help="Folder of the run; runs/NAME for a configuration file NAME.yaml.")
+    parser.add_argument(
+        "--out",
+        type=str,
+        help="Folder of the run; runs/NAME for a configuration file NAME.yaml, runs/KIND for data of that kind.",
+    )
     parser.add_argument(
         "--resume", action="store_true", help="Go on with the run in that folder, or start it where there is none."
     )
     values = parse(parser, arguments)
-    default = {"classification": "cifar10", "sequence": "reverse"}.get(values.task)  # null is refused by `build`
-    out = Path(values.out or f"runs/{Path(str(values.config[0])).stem if values.config else default}")
-    saved = out / "config.yaml"
-    if values.resume and saved.exists() and not values.config:
-        return train(["--config", str(saved), "--out", str(out), *arguments], prog)
     config = build(cls, values)
+    out = Path(values.out or f"runs/{Path(str(values.config[0])).stem if values.config else config.data.kind}")
     stopped = task_module(config.task).train(config, out, resume=values.resume)
     if stopped is not None:
         print(f"stopped by {signal.Signals(stopped).name}, state saved; go on with: {prog} --out {out} --resume")

@@ -304,7 +304,9 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
-        check_at_least({"decode.beams": (self.beams, 1), "decode.length_penalty": (self.length_penalty, 0)})
+        check_at_least({"decode.beams": (self.beams, 1)})
+        if not 0 <= self.length_penalty <= 100:
+            raise ValueError(f"decode.length_penalty={self.length_penalty} is out of range; it must be from 0 to 100")
 
 
 @dataclass
@@ -551,6 +553,22 @@ def parse(parser: Parser, arguments: list[str]) -> Namespace:
         parser.error(str(error))
 
 
+def preview(arguments: list[str]) -> argparse.Namespace:
+    """What a command line of `train` says about its task, configuration files, folder and whether to resume.
+
+    Nothing of it is checked; `parse` does that.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--task")
+    first.add_argument("--config", action="append", default=[])
+    first.add_argument("--out")
+    first.add_argument("--resume", action="store_true")
+    try:
+        return first.parse_known_args(arguments)[0]
+    except argparse.ArgumentError:
+        return argparse.Namespace(task=None, config=[], out=None, resume=False)
+
+
 def config_class(arguments: list[str]) -> Any:
     """The class of the configuration that a command line is about.
 
@@ -559,19 +577,13 @@ def config_class(arguments: list[str]) -> Any:
     Raises:
         ValueError: an unknown task.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--task")
-    first.add_argument("--config", action="append", default=[])
-    try:
-        known, _ = first.parse_known_args(arguments)
-    except argparse.ArgumentError:
-        return ClassificationConfig  # whose parser says what is wrong
+    known = preview(arguments)
     task = known.task
     for path in known.config:
         try:
             content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
-            continue  # likewise
+            continue  # `parse` says what is wrong
         if isinstance(content, dict) and known.task is None:
             task = content.get("task", task)
     task = "classification" if task is None else task

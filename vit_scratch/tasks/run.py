@@ -111,7 +111,8 @@ def train_model(
         f"{parameters:,} parameters; {train.epochs} epochs, {updates} updates{f', {done} done' if done else ''}; "
         f"{device_name(device)}, {str(precision).removeprefix('torch.')}"
     )
-    described = description | {"config": to_dict(config), "versions": versions()}
+    used = versions()  # now: what is installed or committed while this runs has no part in it
+    described = description | {"config": to_dict(config), "versions": used}
 
     def save(name: str, network: nn.Module, row: Row) -> None:
         save_weights(out / f"{name}.safetensors", network.state_dict(), described | {"metrics": row})
@@ -154,7 +155,7 @@ def train_model(
         "seed": config.seed,
         "parameters": parameters,
         "device": device_name(device),
-        "versions": versions(),
+        "versions": used,
         "training_seconds": sum(r["seconds"] for r in log.rows),
         "last": log.rows[-1] if log.rows else None,
     }

@@ -332,25 +332,31 @@ def train(config: SequenceConfig, out: Path, *, resume: bool = False) -> int | N
     if stopped is not None:
         return stopped
 
-    finals = [("last", "test", "evaluation")]
+    finals = [("last", "test", "evaluation")]  # its sentences are the last lines that are printed
     if config.train.ema_decay:
-        finals.append(("ema", "test_ema", "evaluation_ema"))
+        finals.insert(0, ("ema", "test_ema", "evaluation_ema"))
     for name, key, folder in finals:
         path = out / f"{name}.safetensors"
         print(f"{path}:")
         parts = {test: data.parts[test] for test in tests}
-        summary[key] = report(path, load_transformer(path), config, parts, out / folder, device, GENERATION_BATCH)
+        written, _, _ = load_transformer(path)
+        summary[key] = report(path, written, data.tokenizer, config, parts, out / folder, device, GENERATION_BATCH)
     write_json(out / "summary.json", summary)
     return None
 
 
-def load_transformer(path: Path) -> tuple[Transformer, dict[str, Any]]:
-    """The model in a weights file, in eval mode on the CPU, and the file's description.
+def load_transformer(path: Path) -> tuple[Transformer, dict[str, Any], SequenceConfig]:
+    """The model in a weights file, in eval mode on the CPU, the file's description and the configuration in it.
 
     Raises:
         ValueError: a file that is not there, damaged, not ours, of another task, or whose weights are another model's.
     """
-    return load_model(path, "sequence", lambda d: create_transformer(**d["model"]), {"model", "tokenizer", "config"})
+    needs = {"model", "tokenizer", "config"}
+    model, description = load_model(path, "sequence", lambda d: create_transformer(**d["model"]), needs)
+    config: SequenceConfig = build_from_dict(SequenceConfig, description["config"])
+    if config.data.kind == "text" and description["tokenizer"] is None:
+        raise ValueError(f"{path} holds a model for text without its tokenizer")
+    return model, description, config
 
 
 def stored_tokenizer(description: dict[str, Any]) -> Any:
@@ -369,7 +375,8 @@ def stored_tokenizer(description: dict[str, Any]) -> Any:
 
 def report(
     path: Path,
-    loaded: tuple[Transformer, dict[str, Any]],
+    model: Transformer,
+    tokenizer: Any,
     config: SequenceConfig,
     parts: dict[str, Part],
     folder: Path,
@@ -380,8 +387,9 @@ def report(
 
     Args:
         path: the weights file, as the results name it.
-        loaded: what `load_transformer` returned for it.
-        config: the model's, with changes.
+        model: what it holds.
+        tokenizer: of the text, None for made-up sequences.
+        config: of the model, with changes.
         parts: what to evaluate on, by name.
         folder: where results and targets go.
         device: where to compute.
@@ -390,18 +398,16 @@ def report(
     Returns:
         All results as plain values.
     """
-    model, description = loaded
     model.to(device)
-    tokenizer, data = stored_tokenizer(description), config.data
     decode = f"beam search {config.decode.beams}, length penalty {config.decode.length_penalty:g}"
     values: dict[str, Any] = {"checkpoint": str(path), "decode": asdict(config.decode), "parts": {}}
     outputs, sentences = {}, []
     for name, part in parts.items():
         tokens = evaluate_tokens(model, part.loader(config.train.batch_tokens, device).batches(), PAD)
-        hypotheses = generate(model, part.sources, config.decode, data.max_length, batch_size)
+        hypotheses = generate(model, part.sources, config.decode, config.data.max_length, batch_size)
         result, lines = scores(part, hypotheses, tokenizer)
         flat = name.replace("/", "_")  # a test file may stand in a folder
-        outputs[f"{flat}.{data.target}" if part.texts else f"{flat}.txt"] = lines
+        outputs[f"{flat}.{config.data.target}" if part.texts else f"{flat}.txt"] = lines
         values["parts"][name] = {
             "count": len(part.sources),
             "loss": tokens.loss,
@@ -444,8 +450,8 @@ def evaluate(config: EvaluateConfig, path: Path) -> None:
     images_only = {"data.kind", "data.skip_broken", "data.allow_missing_classes", "data.workers"}
     refuse_overrides(config, images_only, "sequences")
     device = pick_device(config.device)
-    loaded = load_transformer(path)
-    stored: SequenceConfig = build_from_dict(SequenceConfig, loaded[1]["config"])
+    model, description, stored = load_transformer(path)
+    tokenizer = stored_tokenizer(description)
     changed = {k: v for k, v in asdict(config.data).items() if v is not None}
     if stored.data.kind != "text":
         refuse_overrides(config, {"data.root", "data.test", "data.skip_empty"}, "made-up sequences")
@@ -455,13 +461,15 @@ def evaluate(config: EvaluateConfig, path: Path) -> None:
         raise ValueError(
             "there are no test files in the configuration; name them with --data.test, or take --split val"
         )
-    data = prepare(used.data, used.seed, names, stored_tokenizer(loaded[1]))
+    data = prepare(used.data, used.seed, names, tokenizer)
     for note in [*[f"data.{k} is {v}, other than in training" for k, v in changed.items()], *data.notes]:
         print(f"note: {note}")
-    moved = Path(used.data.root).name if "root" in changed else ""
-    parts = [path.stem if path.stem != "last" else "", config.split if config.split != "test" else "", moved]
-    folder = Path(config.out) if config.out else path.parent / "_".join(["evaluation", *filter(None, parts)])
-    values = report(path, loaded, used, data.parts, folder, device, config.batch_size)
+    name = ["evaluation", *[p for p in (path.stem, config.split) if p not in ("last", "test")]]
+    name += [Path(str(changed["root"])).name] if "root" in changed else []
+    name += [n.replace("/", "-") for n in changed.get("test", [])]
+    name += [f"{k}-{v}" for k, v in asdict(config.decode).items() if v is not None]
+    folder = Path(config.out) if config.out else path.parent / "_".join(name)
+    values = report(path, model, tokenizer, used, data.parts, folder, device, config.batch_size)
     if config.json:
         write_json(Path(config.json), values)
 
@@ -480,8 +488,7 @@ def translate(config: TranslateConfig, path: Path, sentences: Iterable[str], bat
     """
     check_folder("attention", config.attention)
     device = pick_device(config.device)
-    model, description = load_transformer(path)
-    stored: SequenceConfig = build_from_dict(SequenceConfig, description["config"])
+    model, description, stored = load_transformer(path)
     tokenizer = stored_tokenizer(description)
     if tokenizer is None:
         raise ValueError(f"{path} holds a model for made-up sequences (data.kind={stored.data.kind}), not for text")

@@ -213,20 +213,20 @@ def beam_search(
 
     Args:
         beams: width of the beam.
-        length_penalty: exponent of `length_norm`, not negative.
+        length_penalty: exponent of `length_norm`, from 0 to 100; 0 to 2 are sensible.
         others: as `greedy`.
 
     Returns:
         The best hypothesis for each row.
 
     Raises:
-        ValueError: as `greedy`, a beam below 1, or a negative penalty.
+        ValueError: as `greedy`, a beam below 1, or a penalty out of range.
     """
     check_generation(model, source, bos_id, eos_id, max_length)
     if beams < 1:
         raise ValueError(f"beams={beams} is out of range; it must be at least 1")
-    if not 0 <= length_penalty < math.inf:
-        raise ValueError(f"length_penalty={length_penalty} is out of range; it must be a number of at least 0")
+    if not 0 <= length_penalty <= 100:  # beyond, the norm of a long target is no number any more
+        raise ValueError(f"length_penalty={length_penalty} is out of range; it must be from 0 to 100")
     device = source.device
     found = [Hypothesis([], 0.0, False) for _ in source]
     if max_length == 0 or len(source) == 0:
