@@ -31,28 +31,23 @@ def drop_elements(x: Tensor, probability: float) -> Tensor:
     return x * keep.to(x.dtype).mul_(65536 / (65536 - dropped))
 
 
-class Dropout(nn.Module):
+class Dropout(nn.Dropout):
     """`drop_elements` in training ("Dropout: A Simple Way to Prevent Neural Networks from Overfitting").
 
     Args:
-        probability: of dropping an element, at least 0 and below 1.
+        p: probability of dropping an element, at least 0 and below 1.
 
     Raises:
         ValueError: a probability outside that range.
     """
 
-    def __init__(self, probability: float):
-        super().__init__()
-        check_probability("dropout", probability)
-        self.probability = probability
+    def __init__(self, p: float):
+        check_probability("dropout", p)
+        super().__init__(p)
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape -> the same shape."""
-        return drop_elements(x, self.probability) if self.training else x
-
-    def extra_repr(self) -> str:
-        """What `print` shows."""
-        return f"probability={self.probability:.3f}"
+        return drop_elements(x, self.p) if self.training else x
 
 
 class DropPath(nn.Module):
