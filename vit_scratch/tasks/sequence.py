@@ -335,10 +335,10 @@ def train(config: SequenceConfig, out: Path, *, resume: bool = False) -> int | N
     finals = [("last", "test", "evaluation")]  # its sentences are the last lines that are printed
     if config.train.ema_decay:
         finals.insert(0, ("ema", "test_ema", "evaluation_ema"))
+    parts = {test: data.parts[test] for test in tests}
     for name, key, folder in finals:
         path = out / f"{name}.safetensors"
         print(f"{path}:")
-        parts = {test: data.parts[test] for test in tests}
         written, _, _ = load_transformer(path)
         summary[key] = report(path, written, data.tokenizer, config, parts, out / folder, device, GENERATION_BATCH)
     write_json(out / "summary.json", summary)
@@ -399,7 +399,8 @@ def report(
         All results as plain values.
     """
     model.to(device)
-    decode = f"beam search {config.decode.beams}, length penalty {config.decode.length_penalty:g}"
+    beams, penalty = config.decode.beams, config.decode.length_penalty
+    decode = "greedy" if beams == 1 else f"beam search {beams}, length penalty {penalty:g}"
     values: dict[str, Any] = {"checkpoint": str(path), "decode": asdict(config.decode), "parts": {}}
     outputs, sentences = {}, []
     for name, part in parts.items():
@@ -426,7 +427,7 @@ def report(
             share, correct = 100 * result["exact_match"], result["correct"]
             sentences.append(f"{name} exact match {share:.2f} % ({correct}/{len(part.sources)})")
     write_results(folder, values, outputs)
-    print(f"results and generated targets ({'greedy' if config.decode.beams == 1 else decode}): {folder}")
+    print(f"results and generated targets ({decode}): {folder}")
     for sentence in sentences:
         print(sentence)
     return values
