@@ -124,10 +124,16 @@ class TrainConfig:
 
     epochs: int = 100
     """Passes over the training data."""
+    budget_pflop: float | None = None
+    """Compute to train for, in 10^15 floating-point operations; it takes the place of epochs. Null for no budget."""
     accumulate: int = 1
     """Batches whose gradients make one update."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW for everything, or Muon for the matrices inside encoder and decoder and AdamW for the rest."""
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
+    muon_lr: float = 0.01
+    """Peak learning rate of Muon, which follows the same schedule."""
     min_lr: float = 1e-5
     """Learning rate of the last update."""
     warmup_epochs: float = 5.0
@@ -162,6 +168,7 @@ class TrainConfig:
                 "train.epochs": (self.epochs, 1),
                 "train.accumulate": (self.accumulate, 1),
                 "train.lr": (self.lr, 0),
+                "train.muon_lr": (self.muon_lr, 0),
                 "train.min_lr": (self.min_lr, 0),
                 "train.warmup_epochs": (self.warmup_epochs, 0),
                 "train.weight_decay": (self.weight_decay, 0),
@@ -178,9 +185,13 @@ class TrainConfig:
                 "train.betas[1]": self.betas[1],
             }
         )
+        if self.optimizer == "muon" and self.lr == 0:
+            raise ValueError("train.lr=0 leaves nothing to train of what Muon is not for; raise it")
         if self.min_lr > self.lr:
             raise ValueError(f"train.min_lr={self.min_lr} is above train.lr={self.lr}; lower it")
-        if self.warmup_epochs >= self.epochs:
+        if self.budget_pflop is not None and not 0 < self.budget_pflop < float("inf"):
+            raise ValueError(f"train.budget_pflop={self.budget_pflop} is out of range; it must be above 0, or null")
+        if self.budget_pflop is None and self.warmup_epochs >= self.epochs:
             raise ValueError(
                 f"train.warmup_epochs={self.warmup_epochs} leaves nothing of train.epochs={self.epochs}; lower it"
             )

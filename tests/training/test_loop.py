@@ -77,6 +77,7 @@ def run(folder, model, optimizer=None, **options):
         precision=torch.float32,
         device=torch.device("cpu"),
         ema=None,
+        operations=lambda inputs, targets: 1000 * len(targets),
         states=TrainingStates(folder / "states"),
         state=None,
         save_weights=lambda name, model, row: None,
@@ -84,10 +85,14 @@ def run(folder, model, optimizer=None, **options):
         log_every=1,
     )
     arguments |= options
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=123.0)
+    epochs = arguments.pop("epochs")
+    arguments.setdefault("updates", epochs * math.ceil(len(arguments["loader"]) / arguments["accumulate"]))
+    optimizers = (
+        optimizer if isinstance(optimizer, list) else [optimizer or torch.optim.SGD(model.parameters(), lr=123.0)]
+    )
     done = arguments["state"]["progress"]["update"] if arguments["state"] else 0
-    log = RunLog(folder, epochs=arguments["epochs"], updates=100, items="items", start=done)
-    stopped = fit(model, optimizer=optimizer, log=log, **arguments)
+    log = RunLog(folder, epochs=epochs, updates=100, items="items", start=done)
+    stopped = fit(model, optimizers=optimizers, log=log, **arguments)
     return stopped, log
 
 

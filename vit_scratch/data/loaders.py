@@ -141,14 +141,24 @@ class Loader:
 
     Args:
         count: number of images.
+        shape: of an image, (C, height, width).
         batch_size: images per batch; the last batch of an epoch holds what is left.
         transform: from bytes to what the network takes.
         seed: of order and augmentation; None for the given order and no randomness.
         device: where the batches go.
     """
 
-    def __init__(self, count: int, batch_size: int, transform: BatchTransform, seed: int | None, device: torch.device):
-        self.count, self.batch_size, self.transform, self.seed, self.device = count, batch_size, transform, seed, device
+    def __init__(
+        self,
+        count: int,
+        shape: tuple[int, ...],
+        batch_size: int,
+        transform: BatchTransform,
+        seed: int | None,
+        device: torch.device,
+    ):
+        self.count, self.shape, self.batch_size = count, shape, batch_size
+        self.transform, self.seed, self.device = transform, seed, device
 
     def __len__(self) -> int:
         """Number of batches in an epoch."""
@@ -165,6 +175,13 @@ class Loader:
     def fetch(self, order: np.ndarray, sample_seeds: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield bytes (B, C, height, width) and labels (B,) on the device, batch after batch."""
         raise NotImplementedError
+
+    def shapes(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and labels of an epoch's batches as tensors without data, on the meta device."""
+        for first in range(0, self.count, self.batch_size):
+            batch = min(self.batch_size, self.count - first)
+            labels = torch.empty(batch, dtype=torch.long, device="meta")
+            yield torch.empty(batch, *self.shape, device="meta"), labels
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on."""
@@ -195,7 +212,7 @@ class MemoryLoader(Loader):
         seed: int | None = None,
         device: torch.device,
     ):
-        super().__init__(len(held), batch_size, transform, seed, device)
+        super().__init__(len(held), held.images.shape[1:], batch_size, transform, seed, device)
         self.images, self.labels = held.images.to(device), held.labels.to(device)
         self.sample_transform = sample_transform
 
@@ -240,7 +257,7 @@ class StreamLoader(Loader):
         workers: int = 0,
         device: torch.device,
     ):
-        super().__init__(len(source), batch_size, transform, seed, device)
+        super().__init__(len(source), (CHANNELS[form.mode], *form.image_size), batch_size, transform, seed, device)
         self.order = _Order(batch_size)
         self.loader = DataLoader(
             _Samples(source, form, sample_transform, crops),  # its index has two parts

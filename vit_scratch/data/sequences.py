@@ -87,6 +87,13 @@ class SequenceLoader:
         batches = np.split(self.by_length(order), self.ends[:-1])
         return batches if random is None else [batches[i] for i in random.permutation(len(batches))]
 
+    def shapes(self) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
+        """Inputs and targets of an epoch's batches as tensors without data, on the meta device."""
+        for numbers in np.split(self.by_length(np.arange(self.count)), self.ends[:-1]):
+            (n, s), b = self.lengths[numbers].max(axis=0).tolist(), len(numbers)
+            target = torch.empty(b, n, dtype=torch.long, device="meta")
+            yield (torch.empty(b, s, dtype=torch.long, device="meta"), target), target
+
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on."""
         for numbers in self.plan(epoch)[start:]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vit_scratch.config import EvaluateConfig, differences, read_config, to_dict, to_yaml
+from vit_scratch.config import EvaluateConfig, TrainConfig, differences, read_config, to_dict, to_yaml
 from vit_scratch.evaluation.plots import plot_curves
 from vit_scratch.training.checkpoint import (
     TrainingStates,
@@ -21,11 +21,12 @@ from vit_scratch.training.checkpoint import (
     replacing,
     save_weights,
 )
+from vit_scratch.training.compute import PETA, ComputeCounter
 from vit_scratch.training.device import device_name
 from vit_scratch.training.ema import ExponentialMovingAverage
 from vit_scratch.training.log import Row, RunLog
 from vit_scratch.training.loop import Batches, Loss, Validate, fit
-from vit_scratch.training.optimizer import adamw
+from vit_scratch.training.optimizer import make_optimizers
 from vit_scratch.training.provenance import versions
 from vit_scratch.training.schedule import warmup_cosine
 
@@ -95,11 +96,19 @@ def train_model(
     state, faults = states.load() if resume else (None, [])
     train = config.train
     updates_per_epoch = math.ceil(len(loader) / train.accumulate)
-    updates = train.epochs * updates_per_epoch
+    operations = ComputeCounter(model, loss)
+    updates = plan_updates(train, updates_per_epoch, operations.total(loader.shapes()) / PETA)
+    epochs = math.ceil(updates / updates_per_epoch)
     ema = ExponentialMovingAverage(model, train.ema_decay) if train.ema_decay else None
-    optimizer = adamw(model, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay)
+    optimizers = make_optimizers(
+        model,
+        muon_lr=train.muon_lr if train.optimizer == "muon" else None,
+        lr=train.lr,
+        betas=train.betas,
+        weight_decay=train.weight_decay,
+    )
     done = state["progress"]["update"] if state else 0
-    log = RunLog(out, epochs=train.epochs, updates=updates, items=items, start=done, tensorboard=train.tensorboard)
+    log = RunLog(out, epochs=epochs, updates=updates, items=items, start=done, tensorboard=train.tensorboard)
 
     with replacing(out / "config.yaml") as path:
         path.write_text(to_yaml(config))
@@ -108,7 +117,7 @@ def train_model(
     for line in [*[f"note: {fault}" for fault in faults], *about]:
         log.say(line)
     log.say(
-        f"{parameters:,} parameters; {train.epochs} epochs, {updates} updates{f', {done} done' if done else ''}; "
+        f"{parameters:,} parameters; {epochs} epochs, {updates} updates{f', {done} done' if done else ''}; "
         f"{device_name(device)}, {str(precision).removeprefix('torch.')}"
     )
     used = versions()  # now: what is installed or committed while this runs has no part in it
@@ -125,20 +134,21 @@ def train_model(
             loader,
             loss,
             validate,
-            optimizer,
+            optimizers,
             partial(
                 warmup_cosine,
                 updates=updates,
-                warmup=min(round(train.warmup_epochs * updates_per_epoch), updates - 1),
+                warmup=round(train.warmup_epochs * updates_per_epoch),
                 peak=train.lr,
                 final=train.min_lr,
             ),
-            epochs=train.epochs,
+            updates=updates,
             accumulate=train.accumulate,
             clip_norm=train.clip_norm,
             precision=precision,
             device=device,
             ema=ema,
+            operations=operations,
             log=log,
             states=states,
             state=state,
@@ -157,12 +167,29 @@ def train_model(
         "device": device_name(device),
         "versions": used,
         "training_seconds": sum(r["seconds"] for r in log.rows),
+        "pflop": log.rows[-1]["pflop"] if log.rows else 0.0,
         "last": log.rows[-1] if log.rows else None,
     }
     if stopped is None:
         plot_curves(log.rows, out / "curves.png")
         print(f"curves: {out / 'curves.png'}")
     return stopped, summary
+
+
+def plan_updates(train: TrainConfig, updates_per_epoch: int, pflop_per_epoch: float) -> int:
+    """How many updates the training has: as many as its epochs, or as its compute budget allows.
+
+    Raises:
+        ValueError: the warm-up leaves none of them.
+    """
+    if train.budget_pflop is None:
+        updates, limit = train.epochs * updates_per_epoch, f"train.epochs={train.epochs}"
+    else:
+        updates = max(round(train.budget_pflop / pflop_per_epoch * updates_per_epoch), 1)
+        limit = f"train.budget_pflop={train.budget_pflop}, which is {updates / updates_per_epoch:.3g} epochs"
+    if round(train.warmup_epochs * updates_per_epoch) >= updates:
+        raise ValueError(f"train.warmup_epochs={train.warmup_epochs} leaves nothing of {limit}; lower it")
+    return updates
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FORMAT = 1
-"""Version of what a training state and the description of weights hold."""
+"""Version of what the description of weights holds."""
+STATE_FORMAT = 2
+"""Version of what a training state holds."""
 KEY = "vit_scratch"
 """Where our description stands in the header of a safetensors file."""
 
@@ -148,7 +150,7 @@ class TrainingStates:
         """
         path = self.folder / f"update_{update:08d}.pt"
         with replacing(path) as temporary, open(temporary, "wb") as file:
-            torch.save({"format": FORMAT, "identity": self.identity, "state": state}, file)
+            torch.save({"format": STATE_FORMAT, "identity": self.identity, "state": state}, file)
         # A state of a later update is one that could not be read when the run went on.
         later = [p for p in self.paths() if number(p) > update]
         for old in [*later, *[p for p in self.paths() if p not in later][2:]]:
@@ -169,8 +171,8 @@ class TrainingStates:
             except Exception as error:
                 faults.append(f"{path} can't be read: it is damaged or not ours ({type(error).__name__})")
                 continue
-            if form != FORMAT:
-                faults.append(f"{path} can't be read: its format is {form}, and this version reads {FORMAT}")
+            if form != STATE_FORMAT:
+                faults.append(f"{path} can't be read: its format is {form}, and this version reads {STATE_FORMAT}")
             elif identity != self.identity:
                 raise ValueError(f"{path} is of a run on other data: {identity} then, {self.identity} now")
             else:

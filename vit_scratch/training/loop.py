@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_scratch.training.checkpoint import TrainingStates
+from vit_scratch.training.compute import PETA
 from vit_scratch.training.ema import ExponentialMovingAverage
 from vit_scratch.training.interrupt import Interrupt
 from vit_scratch.training.log import Row, RunLog
@@ -34,6 +35,9 @@ class Batches(Protocol):
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Any, Any, int]]:
         """Inputs, targets and number of items of each batch of an epoch, from batch number `start` on."""
 
+    def shapes(self) -> Iterator[tuple[Any, Any]]:
+        """Inputs and targets of an epoch's batches as tensors without data, on the meta device."""
+
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient is no longer a finite number."""
@@ -51,6 +55,7 @@ class Progress:
     count: int = 0
     seconds: float = 0.0  # spent on this epoch's updates
     best: float = -math.inf  # held-out metric of the best weights
+    operations: int = 0  # floating-point operations of all updates
 
 
 def fit(
@@ -58,15 +63,16 @@ def fit(
     loader: Batches,
     loss: Loss,
     validate: Validate | None,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     schedule: Callable[[int], float],
     *,
-    epochs: int,
+    updates: int,
     accumulate: int,
     clip_norm: float,
     precision: torch.dtype,
     device: torch.device,
     ema: ExponentialMovingAverage | None,
+    operations: Callable[[Any, Any], int],
     log: RunLog,
     states: TrainingStates,
     state: dict[str, Any] | None,
@@ -79,14 +85,17 @@ def fit(
     """Train a model.
 
     Args:
-        model, loader, loss, validate, optimizer: as their types say; validate is None where nothing is held out.
+        model, loader, loss, validate: as their types say; validate is None where nothing is held out.
+        optimizers: each for parameters of its own; a group's learning rate is the schedule's times its `lr_ratio`, if
+            it has one.
         schedule: learning rate of an update, counted from 1.
-        epochs: passes over the data.
+        updates: how many there are; the last epoch ends with the last of them.
         accumulate: batches per update; the gradient is the mean over all their items, also in a last, smaller window.
         clip_norm: largest norm of the gradient, 0 for any.
         precision: type of the forward pass; fp16 comes with loss scaling, and updates that overflow are skipped.
         device: of model and batches.
         ema: running average of the weights, evaluated and saved beside them.
+        operations: counts the floating-point operations of training on a batch of inputs and targets.
         log, states, save_weights: where things are written.
         state: what `states` last saved, to go on from there; None to start.
         checkpoint_every: updates between two saved states, on top of one at the end of each epoch; None for none.
@@ -102,7 +111,7 @@ def fit(
         SaveError: a file that could not be written.
     """
     scaler = torch.amp.GradScaler(device.type, enabled=precision is torch.float16)
-    progress = Progress() if state is None else restore(state, model, optimizer, scaler, ema, device)
+    progress = Progress() if state is None else restore(state, model, optimizers, scaler, ema, device)
     pending: list[tuple[Tensor, Tensor, Tensor, int]] = []  # loss, correct, gradient norm and count of recent updates
     parameters = [p for p in model.parameters() if p.requires_grad]
 
@@ -130,30 +139,33 @@ def fit(
 
     def save() -> None:
         settle()
-        states.save(progress.update, capture(progress, model, optimizer, scaler, ema, device))
+        states.save(progress.update, capture(progress, model, optimizers, scaler, ema, device))
 
     with Interrupt() as interrupt:
-        while progress.epoch < epochs:
+        while progress.update < updates or progress.batch:  # the last epoch may lack nothing but its end
             model.train()
             batches = loader.batches(progress.epoch, progress.batch)
             rate = schedule(progress.update or 1)
             began, before = time.perf_counter(), progress.seconds
-            while window := list(islice(batches, accumulate)):
+            while progress.update < updates and (window := list(islice(batches, accumulate))):
                 rate = schedule(progress.update + 1)
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
+                for group in (g for optimizer in optimizers for g in optimizer.param_groups):
+                    group["lr"] = rate * group.get("lr_ratio", 1.0)
                 items = sum(count for _, _, count in window)
                 sums = []
                 for inputs, targets, _ in window:
                     with torch.autocast(device.type, precision, enabled=precision is not torch.float32):
                         value, correct = loss(model, inputs, targets)
                     scaler.scale(value / items).backward()
+                    progress.operations += operations(inputs, targets)
                     sums.append(torch.stack([value.detach().float(), correct.float()]))
-                scaler.unscale_(optimizer)
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
                 norm = nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
-                scaler.step(optimizer)
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                    optimizer.zero_grad(set_to_none=True)
                 scaler.update()
-                optimizer.zero_grad(set_to_none=True)
                 if ema is not None:
                     ema.update(model)
                 total = torch.stack(sums).sum(0)
@@ -173,7 +185,7 @@ def fit(
 
             settle()
             row: Row = {"epoch": progress.epoch + 1, "update": progress.update, "lr": rate}
-            row |= train_metrics(progress, train_name)
+            row |= train_metrics(progress, train_name) | {"pflop": progress.operations / PETA}
             better = False
             if validate is not None:
                 metrics = validate(model)
@@ -188,7 +200,9 @@ def fit(
                 save_weights("best", model, row)
             if ema is not None:
                 save_weights("ema", ema.model, row)
-            progress = Progress(update=progress.update, epoch=progress.epoch + 1, best=progress.best)
+            progress = Progress(
+                update=progress.update, epoch=progress.epoch + 1, best=progress.best, operations=progress.operations
+            )
             save()
     return None
 
@@ -207,7 +221,7 @@ def train_metrics(progress: Progress, name: str) -> Row:
 def capture(
     progress: Progress,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler,
     ema: ExponentialMovingAverage | None,
     device: torch.device,
@@ -216,7 +230,7 @@ def capture(
     return {
         "progress": asdict(progress),
         "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "scaler": scaler.state_dict(),
         "ema": None if ema is None else ema.state_dict(),
         "random_cpu": torch.get_rng_state(),
@@ -228,14 +242,15 @@ def capture(
 def restore(
     state: dict[str, Any],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler,
     ema: ExponentialMovingAverage | None,
     device: torch.device,
 ) -> Progress:
     """Put back what `capture` returned."""
     model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
     if scaler.is_enabled() and state["scaler"]:  # empty where the run began on a device without one
         scaler.load_state_dict(state["scaler"])
     if ema is not None:

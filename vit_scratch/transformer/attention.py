@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from vit_scratch.transformer.linear import Linear, linear
 from vit_scratch.transformer.positions import Rotation, rotate
 from vit_scratch.transformer.residual import check_probability, drop_elements
 
@@ -166,10 +167,10 @@ class MultiHeadAttention(nn.Module):
         check_heads(dim, heads)
         check_probability("dropout", dropout)
         self.dim, self.heads, self.dropout, self.fused = dim, heads, dropout, True
-        self.qkv = nn.Linear(dim, 3 * dim)  # rows: D for the queries, D for the keys, D for the values
+        self.qkv = Linear(dim, 3 * dim, stacked=3)  # rows: D for the queries, D for the keys, D for the values
         self.query_norm = nn.LayerNorm(dim // heads, eps=norm_eps) if qk_norm else nn.Identity()
         self.key_norm = nn.LayerNorm(dim // heads, eps=norm_eps) if qk_norm else nn.Identity()
-        self.out = nn.Linear(dim, dim)
+        self.out = Linear(dim, dim)
 
     def forward(
         self,
@@ -210,12 +211,12 @@ class MultiHeadAttention(nn.Module):
         else:
             if rotation is not None or causal:
                 raise ValueError("rotation and causal describe the tokens of x and can't be used with a memory")
-            query = F.linear(x, self.qkv.weight[: self.dim], self.qkv.bias[: self.dim])
+            query = linear(x, self.qkv.weight[: self.dim], self.qkv.bias[: self.dim])
             query = self.query_norm(rearrange(query, "b n (h k) -> b h n k", h=self.heads))
             if cache is not None and cache.length:
                 key, value = cache.contents()
             else:
-                projected = F.linear(memory, self.qkv.weight[self.dim :], self.qkv.bias[self.dim :])
+                projected = linear(memory, self.qkv.weight[self.dim :], self.qkv.bias[self.dim :])
                 key, value = rearrange(projected, "b s (two h k) -> two b h s k", two=2, h=self.heads)
                 key = self.key_norm(key)
                 if cache is not None:

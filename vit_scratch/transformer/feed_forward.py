@@ -5,6 +5,7 @@ Shapes: B batch, N tokens, D model width.
 
 from torch import Tensor, nn
 
+from vit_scratch.transformer.linear import Linear
 from vit_scratch.transformer.residual import Dropout
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
@@ -30,10 +31,10 @@ class FeedForward(nn.Module):
         hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
         if hidden_dim < 1:
             raise ValueError(f"hidden_dim={hidden_dim} is not a width; it must be at least 1, or None for 4 * dim")
-        self.linear1 = nn.Linear(dim, hidden_dim)
+        self.linear1 = Linear(dim, hidden_dim)
         self.activation = ACTIVATIONS[activation]()
         self.dropout = Dropout(dropout)
-        self.linear2 = nn.Linear(hidden_dim, dim)
+        self.linear2 = Linear(hidden_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, D) -> (B, N, D)."""

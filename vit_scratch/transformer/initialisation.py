@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from vit_scratch.transformer.linear import Linear
+
 
 def initialise_layers(model: nn.Module) -> None:
     """Set the first weights of an `Encoder` or a `Decoder`.
@@ -16,9 +18,9 @@ def initialise_layers(model: nn.Module) -> None:
     Source: "Understanding the difficulty of training deep feedforward neural networks", equation 16; it is the choice
     of the original code of both "Attention Is All You Need" and "An Image is Worth 16x16 Words".
     """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            for part in module.weight.chunk(3 if name.endswith(".qkv") else 1):
+    for module in model.modules():
+        if isinstance(module, Linear):
+            for part in module.weight.chunk(module.stacked):
                 nn.init.xavier_uniform_(part)
             nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm):

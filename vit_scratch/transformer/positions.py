@@ -150,5 +150,6 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
         (B, H, N, K); the length of every vector is unchanged.
     """
     cos, sin = (part.to(x.dtype) for part in rotation)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    half = x.shape[-1] // 2
+    sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+    return torch.addcmul(x * cos, x.roll(half, dims=-1), sin)  # (x1, x2) * cos + (-x2, x1) * sin

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vit_scratch.transformer.decoder import Decoder, DecoderCache
 from vit_scratch.transformer.encoder import Encoder
+from vit_scratch.transformer.linear import Linear, matrices
 from vit_scratch.transformer.positions import SinusoidalPositions
 from vit_scratch.transformer.residual import Dropout
 
@@ -106,7 +107,7 @@ class Transformer(nn.Module):
         self.target_embedding = TokenEmbedding(target_vocabulary, decoder.dim, dropout=dropout, max_length=max_length)
         self.encoder = encoder
         self.decoder = decoder
-        self.head = nn.Linear(decoder.dim, target_vocabulary)
+        self.head = Linear(decoder.dim, target_vocabulary)
         if tie != "none":
             self.head.weight = self.target_embedding.embedding.weight
         if tie == "all":
@@ -150,6 +151,11 @@ class Transformer(nn.Module):
             Logits (B, N, V); those at position n are for token n + 1.
         """
         return self.decode(target, *self.encode(source))
+
+    def hidden_matrices(self) -> dict[str, int]:
+        """Names of the weight matrices inside encoder and decoder, and of how many stacked maps each consists."""
+        parts = {"encoder": self.encoder, "decoder": self.decoder}
+        return {f"{part}.{name}": stacked for part, m in parts.items() for name, stacked in matrices(m).items()}
 
 
 def initialise(model: Transformer) -> None:

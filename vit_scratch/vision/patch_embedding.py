@@ -6,6 +6,8 @@ Shapes: B batch, C channels, P patch (height P_h, width P_w), N patches, D model
 from einops import rearrange
 from torch import Tensor, nn
 
+from vit_scratch.transformer.linear import Linear
+
 Size = int | tuple[int, int]
 """A (height, width) pair, or one number for both."""
 
@@ -53,7 +55,7 @@ class PatchEmbedding(nn.Module):
                     f"(patch_size={self.patch_size}); nearest that are: {' and '.join(map(str, near))}"
                 )
         self.grid = (self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1])
-        self.projection = nn.Linear(in_channels * self.patch_size[0] * self.patch_size[1], dim)
+        self.projection = Linear(in_channels * self.patch_size[0] * self.patch_size[1], dim)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, height, width) -> tokens (B, N, D), patches in reading order.

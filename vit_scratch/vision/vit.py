@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_scratch.transformer.encoder import Encoder
+from vit_scratch.transformer.linear import Linear, matrices
 from vit_scratch.transformer.positions import rotation_2d, sinusoids_2d
 from vit_scratch.transformer.residual import Dropout
 from vit_scratch.vision.patch_embedding import PatchEmbedding, Size
@@ -154,7 +155,7 @@ class VisionTransformer(nn.Module):
         self.num_classes = num_classes
         like = self.patch_embedding.projection.weight
         if num_classes:
-            self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+            self.head = Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
             nn.init.trunc_normal_(self.head.weight, std=0.02)
             nn.init.zeros_(self.head.bias)
         else:
@@ -163,6 +164,10 @@ class VisionTransformer(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that are not to decay although they are no biases or norms."""
         return {"class_token", "register_tokens", "positions"}
+
+    def hidden_matrices(self) -> dict[str, int]:
+        """Names of the weight matrices inside the encoder, and of how many stacked maps each consists."""
+        return {f"encoder.{name}": stacked for name, stacked in matrices(self.encoder).items()}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each encoder layer in the backward pass: less memory, about a third more time."""

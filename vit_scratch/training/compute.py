@@ -1,0 +1,62 @@
+"""Training compute: the floating-point operations that a training takes, counted by torch's own counter.
+
+An operation is a multiplication or an addition, so that a multiply-add is two. Counted are the matrix products and
+convolutions, attention included, which is where nearly all operations are. A training step counts as three forward
+passes, as each product of the forward pass becomes two in the backward pass.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+PETA = 1e15
+"""Operations in a PFLOP."""
+
+
+class ComputeCounter:
+    """Counts the operations of a training step on a batch, from the shapes of the batch.
+
+    The pass that is counted runs on torch's meta device, where tensors have no data: it takes milliseconds, once for
+    each shape. There, too, PyTorch's fused attention is taken apart into the products that the counter knows.
+
+    Args:
+        model: of which a copy without data is made.
+        loss: (model, inputs, targets) -> the loss, and more that is not looked at.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any, Any], Any]):
+        self.model, self.loss = copy.deepcopy(model).to("meta").train(), loss
+        self.known: dict[Any, int] = {}
+
+    def __call__(self, inputs: Any, targets: Any) -> int:
+        """Operations of training on a batch.
+
+        Args:
+            inputs: a tensor, or a tuple of tensors, on any device.
+            targets: a tensor.
+        """
+        inputs, targets = without_data(inputs), without_data(targets)
+        key = shapes(inputs), shapes(targets)
+        if key not in self.known:
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                self.loss(self.model, inputs, targets)
+            self.known[key] = 3 * counter.get_total_flops()
+        return self.known[key]
+
+    def total(self, batches: Iterable[tuple[Any, Any]]) -> int:
+        """Operations of training on all these batches of inputs and targets."""
+        return sum(self(inputs, targets) for inputs, targets in batches)
+
+
+def without_data(batch: Any) -> Any:
+    """The tensors of a batch on the meta device."""
+    return batch.to("meta") if isinstance(batch, Tensor) else tuple(without_data(part) for part in batch)
+
+
+def shapes(batch: Any) -> Any:
+    """The shapes of the tensors of a batch."""
+    return batch.shape if isinstance(batch, Tensor) else tuple(shapes(part) for part in batch)

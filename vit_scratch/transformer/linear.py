@@ -1,0 +1,105 @@
+"""Linear maps, with the fastest matrix products that PyTorch has for the device.
+
+On a CPU, PyTorch's `linear` takes the products of MKL. Those of oneDNN, which PyTorch brings too, take about two thirds
+of their time for the shapes of a small Transformer (LOG.md), in the same float32 arithmetic.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+ONEDNN = torch.backends.mkldnn.is_available()
+
+if ONEDNN:
+
+    @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
+    def _operations(x: torch.Size, weight: torch.Size, *args, **kwargs) -> int:
+        """For torch's counter, which does not know this product: a multiply-add is two operations."""
+        return 2 * math.prod(x) * weight[0]
+
+
+class _OneDNNLinear(torch.autograd.Function):
+    """`linear` by oneDNN, and the gradient of its input, too; that of the weight is faster as MKL's product."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in), (out, in), (out,) -> (..., out)."""
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        """Keep what the backward pass needs."""
+        x, weight, _ = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.save_for_forward(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(..., out) -> gradients of input, weight and bias, where they are needed."""
+        x, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        return (
+            linear(gradient, weight.t()) if ctx.needs_input_grad[0] else None,
+            rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None,
+            rows.sum(0) if ctx.needs_input_grad[2] else None,
+        )
+
+    @staticmethod
+    def jvp(ctx, x_tangent: Tensor | None, weight_tangent: Tensor | None, bias_tangent: Tensor | None) -> Tensor:
+        """Tangents of input, weight and bias, None for zero -> tangent of the output (..., out)."""
+        x, weight = ctx.saved_tensors
+        tangent = x.new_zeros(()) if x_tangent is None else F.linear(x_tangent, weight)
+        tangent = tangent if weight_tangent is None else tangent + F.linear(x, weight_tangent)
+        return tangent if bias_tangent is None else tangent + bias_tangent
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What `torch.nn.functional.linear` computes: (..., in), (out, in), (out,) -> (..., out)."""
+    if (
+        not ONEDNN
+        or x.device.type != "cpu"
+        or x.dtype != torch.float32
+        or weight.dtype != torch.float32
+        or x.dim() < 2
+        or not x.numel()
+        or torch.compiler.is_compiling()
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return F.linear(x, weight, bias)
+    return _OneDNNLinear.apply(x, weight, bias)
+
+
+class Linear(nn.Linear):
+    """A linear map (..., in) -> (..., out), computed by `linear`.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as `nn.Linear`.
+        stacked: of how many maps of the same input it consists, one above the other in the weight.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        stacked: int = 1,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.stacked = stacked
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return linear(x, self.weight, self.bias)
+
+
+def matrices(model: nn.Module) -> dict[str, int]:
+    """Names of the weights of all linear maps in a model, and of how many stacked maps each consists."""
+    return {f"{name}.weight": m.stacked for name, m in model.named_modules() if isinstance(m, Linear)}
