@@ -1,5 +1,6 @@
-"""The device and its arithmetic."""
+"""The device, its arithmetic and its memory."""
 
+import ctypes
 import os
 
 import torch
@@ -8,7 +9,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name, or for "auto" the first of cuda, mps and cpu that is there.
+    """The device of that name, or for "auto" the first of cuda, mps and cpu that is there, made ready for work.
 
     Raises:
         ValueError: no such device here.
@@ -21,6 +22,7 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"device={name!r} can't be used here ({reason}); use auto or cpu") from error
+    keep_freed_memory(device)
     return device
 
 
@@ -50,3 +52,20 @@ def use_deterministic_algorithms() -> None:
     """Make torch refuse operations that don't give the same bits each time."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """On a CPU with glibc, let the allocator keep what tensors free, so that the next ones find it mapped already.
+
+    By default glibc gives large blocks back to the system at once and gets them anew, page by page, which takes longer
+    than most element-wise operations on them (LOG.md). For the whole process, and harmless where there is no glibc.
+    """
+    if device.type != "cpu":
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library
+        return
+    m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
+    mallopt(m_mmap_threshold, 2**30)
+    mallopt(m_trim_threshold, 2**31 - 1)

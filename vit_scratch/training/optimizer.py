@@ -31,7 +31,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def adamw(
     model: nn.Module, *, lr: float, betas: tuple[float, float], weight_decay: float, leave_out: Collection[str] = ()
 ) -> torch.optim.AdamW:
-    """AdamW ("Decoupled Weight Decay Regularization") on `parameter_groups`, without the parameters named `leave_out`."""
+    """AdamW ("Decoupled Weight Decay Regularization") on `parameter_groups`, but for the names in `leave_out`."""
     groups = parameter_groups(model, weight_decay)
     for group in groups:
         named = zip(group.pop("names"), group["params"], strict=True)  # the optimizer's state holds no names

@@ -166,7 +166,7 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         check_heads(dim, heads)
         check_probability("dropout", dropout)
-        self.dim, self.heads, self.dropout, self.fused = dim, heads, dropout, True
+        self.dim, self.heads, self.dropout, self.qk_norm, self.fused = dim, heads, dropout, qk_norm, True
         self.qkv = Linear(dim, 3 * dim, stacked=3)  # rows: D for the queries, D for the keys, D for the values
         self.query_norm = nn.LayerNorm(dim // heads, eps=norm_eps) if qk_norm else nn.Identity()
         self.key_norm = nn.LayerNorm(dim // heads, eps=norm_eps) if qk_norm else nn.Identity()

@@ -113,6 +113,21 @@ def sinusoids_2d(grid: tuple[int, int], dim: int) -> Tensor:
     return torch.cat([sinusoids(c, dim // 2) for c in grid_coordinates(grid)], dim=1)
 
 
+def rotary_frequencies(head_dim: int, base: float = 100.0) -> Tensor:
+    """Radians per row, and per column, that the channel pairs of a head turn in `rotation_2d`: (K / 4,) in float64.
+
+    Args:
+        head_dim: head width K, a multiple of 4.
+        base: ratio of the highest to the lowest frequency; 100 suits grids of 4 to 40 patches a side.
+
+    Raises:
+        ValueError: `head_dim` is not a multiple of 4.
+    """
+    if head_dim % 4:
+        raise ValueError(f"head width {head_dim} is not a multiple of 4, which rotary 2-D positions need")
+    return base ** (-torch.arange(0, head_dim, 4, dtype=torch.float64) / head_dim)
+
+
 def rotation_2d(grid: tuple[int, int], head_dim: int, prefix: int = 0, base: float = 100.0) -> Rotation:
     """Rotary positions on a grid ("RoFormer", equation 34, once per axis: the axial form of "RoPE-ViT").
 
@@ -123,7 +138,7 @@ def rotation_2d(grid: tuple[int, int], head_dim: int, prefix: int = 0, base: flo
         grid: (rows, columns) of patches.
         head_dim: head width K, a multiple of 4.
         prefix: number of tokens that stand before the patches.
-        base: ratio of the highest to the lowest frequency; 100 suits grids of 4 to 40 patches a side.
+        base: as `rotary_frequencies`.
 
     Returns:
         Cosines and sines, each (prefix + rows * columns, K) in float32.
@@ -131,9 +146,7 @@ def rotation_2d(grid: tuple[int, int], head_dim: int, prefix: int = 0, base: flo
     Raises:
         ValueError: `head_dim` is not a multiple of 4.
     """
-    if head_dim % 4:
-        raise ValueError(f"head width {head_dim} is not a multiple of 4, which rotary 2-D positions need")
-    frequency = base ** (-torch.arange(0, head_dim, 4, dtype=torch.float64) / head_dim)  # (K / 4,)
+    frequency = rotary_frequencies(head_dim, base)
     angle = torch.cat([c[:, None] * frequency for c in grid_coordinates(grid)], dim=1)  # (N, K / 2)
     angle = torch.cat([angle.new_zeros(prefix, head_dim // 2), angle]).repeat(1, 2)  # (prefix + N, K)
     return angle.cos().float(), angle.sin().float()

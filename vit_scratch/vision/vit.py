@@ -14,6 +14,7 @@ from vit_scratch.transformer.encoder import Encoder
 from vit_scratch.transformer.linear import Linear, matrices
 from vit_scratch.transformer.positions import rotation_2d, sinusoids_2d
 from vit_scratch.transformer.residual import Dropout
+from vit_scratch.vision.local_attention import attend_nearby
 from vit_scratch.vision.patch_embedding import PatchEmbedding, Size
 
 POOLINGS = ("class", "mean")
@@ -45,6 +46,8 @@ class VisionTransformer(nn.Module):
         registers: number of register tokens ("Vision Transformers Need Registers"), without a position.
         positions: "learned" (one vector for the class token and each patch), "sinusoidal" (2-D, fixed, patches
             only) or "rotary" (2-D, in every attention, patches only).
+        local_attention: with rotary positions, strength with which each head at first attends to one neighbour of each
+            patch; it sets the encoder's biases of queries and keys, see `attend_nearby`. None leaves them alone.
         dropout: probability of dropping an element of the tokens that enter the encoder.
 
     Attributes:
@@ -53,8 +56,8 @@ class VisionTransformer(nn.Module):
         num_features: D.
 
     Raises:
-        ValueError: the patch does not divide the image, an unknown pooling or kind of positions, or a
-            negative number of registers.
+        ValueError: the patch does not divide the image, an unknown pooling or kind of positions, a negative number of
+            registers, or local attention without rotary positions.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class VisionTransformer(nn.Module):
         pooling: str = "class",
         registers: int = 0,
         positions: str = "learned",
+        local_attention: float | None = None,
         dropout: float = 0.0,
     ):
         super().__init__()
@@ -75,6 +79,11 @@ class VisionTransformer(nn.Module):
         check_choice("positions", positions, POSITIONS)
         if registers < 0:
             raise ValueError(f"registers={registers} is negative; 0 for none")
+        if local_attention is not None and positions != "rotary":
+            raise ValueError(
+                f"local_attention={local_attention} works through rotary positions; set positions='rotary', "
+                f"which is {positions!r}, or local_attention=None"
+            )
         self.patch_embedding = PatchEmbedding(image_size, patch_size, in_channels, encoder.dim)
         self.encoder = encoder
         self.pooling, self.num_features, self.num_classes = pooling, encoder.dim, num_classes
@@ -100,6 +109,8 @@ class VisionTransformer(nn.Module):
         self.head: nn.Module = nn.Identity()
         self.reset_classifier(num_classes)
         initialise(self)
+        if local_attention is not None:
+            attend_nearby(encoder, local_attention)
 
     def embed(self, images: Tensor) -> Tensor:
         """Images (B, C, height, width) -> the tokens (B, prefix + N, D) that enter the encoder."""
