@@ -104,6 +104,8 @@ class AugmentConfig:
     """Move each image by up to so many pixels."""
     padding: Literal["reflect", "zero"] = "reflect"
     """What comes in from outside then: the image's reflection, or black."""
+    smaller_first: list[tuple[Size, float]] = field(default_factory=list)
+    """Smaller images at first: [size, share of the updates] pairs, in order; what remains has the full size."""
     flip: bool = True
     """Mirror half of the images, left to right."""
     min_crop_area: float = 1.0

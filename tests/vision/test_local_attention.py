@@ -61,7 +61,8 @@ def test_nothing_but_the_biases_of_queries_and_keys_changes():
 def test_a_vision_transformer_has_it_on_request(pooling):
     options = dict(image_size=8, patch_size=2, dim=16, depth=2, heads=2, pooling=pooling, positions="rotary")
     expected = Encoder(16, 2, 2)
-    attend_nearby(expected, 3.0)
+    attend_nearby(expected, 3.0, 1 if pooling == "class" else None)
+    assert (expected.layers[1].attention.qkv.bias == 0).all() == (pooling == "class")
     model = create_vit("tiny_patch4_32", **options, local_attention=3.0)
     for layer, reference in zip(model.encoder.layers, expected.layers, strict=True):
         assert torch.equal(layer.attention.qkv.bias, reference.attention.qkv.bias)

@@ -336,7 +336,9 @@ def test_vit_arguments_are_defaults_then_preset_then_overrides():
 def test_unknown_names_are_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="preset='huge' is unknown; choose from tiny_patch4_32, small_patch4_32"):
         create_vit("huge")
-    with pytest.raises(ValueError, match="argument='num_heads' is unknown; choose from activation, depth, .*heads"):
+    with pytest.raises(
+        ValueError, match="argument='num_heads' is unknown; choose from activation, any_size, depth, .*heads"
+    ):
         create_vit("tiny_patch4_32", num_heads=3)
     with pytest.raises(ValueError, match="argument='encoder' is unknown"):
         create_vit("tiny_patch4_32", encoder=Encoder(DIM, 1, HEADS))

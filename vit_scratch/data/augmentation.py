@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -47,6 +48,27 @@ def sample_transform(
     elif policy == "trivialaugment":
         steps.append(v2.TrivialAugmentWide())
     return v2.Compose(steps) if steps else None
+
+
+class SmallerFirst:
+    """Smaller images at the beginning of a training, which take less compute ("EfficientNetV2", section 4).
+
+    Args:
+        stages: (size, share of the updates) pairs, in this order, a size being (height, width); after them the images
+            are left as they are.
+    """
+
+    def __init__(self, stages: list[tuple[tuple[int, int], float]]):
+        self.stages = stages
+
+    def __call__(self, images: Tensor, done: float) -> Tensor:
+        """Floats (B, C, height, width), and which share of the updates is done -> (B, C, other height, other width)."""
+        end = 0.0
+        for size, share in self.stages:
+            end += share
+            if done < end:
+                return F.interpolate(images, size, mode="bilinear", antialias=True, align_corners=False)
+        return images
 
 
 class BatchTransform:

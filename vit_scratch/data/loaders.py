@@ -176,12 +176,13 @@ class Loader:
         """Yield bytes (B, C, height, width) and labels (B,) on the device, batch after batch."""
         raise NotImplementedError
 
-    def shapes(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and labels of an epoch's batches as tensors without data, on the meta device."""
-        for first in range(0, self.count, self.batch_size):
-            batch = min(self.batch_size, self.count - first)
-            labels = torch.empty(batch, dtype=torch.long, device="meta")
-            yield torch.empty(batch, *self.shape, device="meta"), labels
+    def shapes(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """What batches an epoch consists of: images and labels without data, on the meta device, and how many."""
+        whole, rest = divmod(self.count, self.batch_size)
+        for batch, number in ((self.batch_size, whole), (rest, 1)):
+            if batch and number:
+                labels = torch.empty(batch, dtype=torch.long, device="meta")
+                yield torch.empty(batch, *self.shape, device="meta"), labels, number
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on."""

@@ -87,12 +87,12 @@ class SequenceLoader:
         batches = np.split(self.by_length(order), self.ends[:-1])
         return batches if random is None else [batches[i] for i in random.permutation(len(batches))]
 
-    def shapes(self) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
-        """Inputs and targets of an epoch's batches as tensors without data, on the meta device."""
+    def shapes(self) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, int]]:
+        """What batches an epoch consists of: inputs and targets without data, on the meta device, and how many."""
         for numbers in np.split(self.by_length(np.arange(self.count)), self.ends[:-1]):
             (n, s), b = self.lengths[numbers].max(axis=0).tolist(), len(numbers)
             target = torch.empty(b, n, dtype=torch.long, device="meta")
-            yield (torch.empty(b, s, dtype=torch.long, device="meta"), target), target
+            yield (torch.empty(b, s, dtype=torch.long, device="meta"), target), target, 1
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on."""

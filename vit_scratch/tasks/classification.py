@@ -19,7 +19,7 @@ from vit_scratch.config import (
     ModelConfig,
     build_from_dict,
 )
-from vit_scratch.data.augmentation import BatchTransform, sample_transform
+from vit_scratch.data.augmentation import BatchTransform, SmallerFirst, sample_transform
 from vit_scratch.data.images import CHANNELS
 from vit_scratch.data.loaders import (
     HeldImages,
@@ -91,7 +91,7 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
     data = prepare(config, dataset, form, device)
     states.identity = data.identity()
     torch.manual_seed(config.seed)
-    arguments = model_arguments(config.model, form.image_size, CHANNELS[form.mode], len(dataset.classes))
+    arguments = model_arguments(config, form.image_size, CHANNELS[form.mode], len(dataset.classes))
     model = create_vit(**arguments).to(device)
     size = f"{form.image_size[0]}x{form.image_size[1]}"
 
@@ -125,6 +125,9 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
             "classes": dataset.classes,
             "preprocessing": asdict(form) | {"mean": data.mean, "std": data.std},
         },
+        adapt=SmallerFirst([(as_pair("size", s), share) for s, share in config.augment.smaller_first])
+        if config.augment.smaller_first
+        else None,
         train_name="train_mixed" if config.augment.mixup or config.augment.cutmix else "train",
     )
     if stopped is not None:
@@ -156,18 +159,37 @@ def resolve(config: ClassificationConfig) -> tuple[ClassificationConfig, ImageFo
     if config.data.image_size is not None:
         size = as_pair("data.image_size", config.data.image_size)
     data = replace(config.data, image_size=size, mode=mode)
-    arguments = model_arguments(config.model, size, CHANNELS[mode], num_classes=10)
+    arguments = model_arguments(config, size, CHANNELS[mode], num_classes=10)
     with torch.device("meta"):  # refuses a wrong model in no time, before data are read or downloaded
-        create_vit(**arguments)
+        network = create_vit(**arguments)
+    check_stages(config.augment.smaller_first, size, network.patch_embedding.patch_size)
     model = ModelConfig(**{f.name: arguments[f.name] for f in fields(ModelConfig)})
     return replace(config, data=data, model=model), ImageFormat(mode, size, data.interpolation)
 
 
-def model_arguments(config: ModelConfig, size: tuple[int, int], channels: int, num_classes: int) -> dict[str, Any]:
+def check_stages(stages: list[tuple[Any, float]], size: tuple[int, int], patch_size: tuple[int, int]) -> None:
+    """Raise ValueError for stages of smaller images that are none, that patches don't divide, or that leave nothing."""
+    for stage, share in stages:
+        pair = as_pair("augment.smaller_first", stage)
+        if any(n > whole or n % patch for n, whole, patch in zip(pair, size, patch_size, strict=True)):
+            raise ValueError(
+                f"augment.smaller_first={stages}: {stage} is no size of at most {size} "
+                f"that patches of {patch_size} divide"
+            )
+        if not 0 < share < 1:
+            raise ValueError(f"augment.smaller_first={stages}: {share} is no share of the updates between 0 and 1")
+    if sum(share for _, share in stages) > 1:
+        raise ValueError(f"augment.smaller_first={stages}: the shares exceed 1; what they leave has the full size")
+
+
+def model_arguments(
+    config: ClassificationConfig, size: tuple[int, int], channels: int, num_classes: int
+) -> dict[str, Any]:
     """All arguments of `create_vit`: the preset's, what the configuration changes, and what the data ask for."""
-    changes = {k: v for k, v in asdict(config).items() if v is not None and k != "preset"}
+    changes = {k: v for k, v in asdict(config.model).items() if v is not None and k != "preset"}
     given = changes | {"image_size": list(size), "in_channels": channels, "num_classes": num_classes}
-    return {"preset": config.preset} | vit_arguments(config.preset, **given)
+    given["any_size"] = bool(config.augment.smaller_first)
+    return {"preset": config.model.preset} | vit_arguments(config.model.preset, **given)
 
 
 @dataclass

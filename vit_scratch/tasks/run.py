@@ -25,7 +25,7 @@ from vit_scratch.training.compute import PETA, ComputeCounter
 from vit_scratch.training.device import device_name
 from vit_scratch.training.ema import ExponentialMovingAverage
 from vit_scratch.training.log import Row, RunLog
-from vit_scratch.training.loop import Batches, Loss, Validate, fit
+from vit_scratch.training.loop import Adapt, Batches, Loss, Validate, fit
 from vit_scratch.training.optimizer import make_optimizers
 from vit_scratch.training.provenance import versions
 from vit_scratch.training.schedule import warmup_cosine
@@ -70,6 +70,7 @@ def train_model(
     items: str,
     about: list[str],
     description: dict[str, Any],
+    adapt: Adapt | None = None,
     train_name: str = "train",
     select: str = "accuracy",
 ) -> tuple[int | None, dict[str, Any]]:
@@ -79,7 +80,7 @@ def train_model(
         config: of the task; its `train` says how.
         out: folder of the run.
         model: on its device, with its first weights.
-        loader, loss, validate, device, precision, train_name, select: as `fit`.
+        loader, loss, validate, device, precision, adapt, train_name, select: as `fit`.
         states: as `open_run` returned them, with their identity.
         resume: go on from the newest state.
         items: what is counted in items per second.
@@ -97,7 +98,8 @@ def train_model(
     train = config.train
     updates_per_epoch = math.ceil(len(loader) / train.accumulate)
     operations = ComputeCounter(model, loss)
-    updates = plan_updates(train, updates_per_epoch, operations.total(loader.shapes()) / PETA)
+    pflop_per_epoch = operations.mean(loader.shapes(), adapt) * len(loader) / PETA
+    updates = plan_updates(train, updates_per_epoch, pflop_per_epoch)
     epochs = math.ceil(updates / updates_per_epoch)
     ema = ExponentialMovingAverage(model, train.ema_decay) if train.ema_decay else None
     optimizers = make_optimizers(
@@ -149,6 +151,7 @@ def train_model(
             device=device,
             ema=ema,
             operations=operations,
+            adapt=adapt,
             log=log,
             states=states,
             state=state,

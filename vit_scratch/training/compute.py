@@ -15,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 PETA = 1e15
 """Operations in a PFLOP."""
+POINTS = 1000
+"""How many points of a training stand for it where its batches change in its course."""
 
 
 class ComputeCounter:
@@ -47,9 +49,20 @@ class ComputeCounter:
             self.known[key] = 3 * counter.get_total_flops()
         return self.known[key]
 
-    def total(self, batches: Iterable[tuple[Any, Any]]) -> int:
-        """Operations of training on all these batches of inputs and targets."""
-        return sum(self(inputs, targets) for inputs, targets in batches)
+    def mean(self, batches: Iterable[tuple[Any, Any, int]], adapt: Callable[[Any, float], Any] | None = None) -> float:
+        """Operations of a batch in the mean over a training.
+
+        Args:
+            batches: inputs, targets, and how many of the kind there are, as a loader's `shapes` gives them.
+            adapt: (inputs, share of the training that is done) -> what the model gets.
+        """
+        points = [(i + 0.5) / POINTS for i in range(POINTS)] if adapt is not None else [0.0]
+        total, number = 0.0, 0
+        for inputs, targets, count in batches:
+            adapted = (inputs if adapt is None else adapt(inputs, done) for done in points)
+            total += count * sum(self(x, targets) for x in adapted) / len(points)
+            number += count
+        return total / number
 
 
 def without_data(batch: Any) -> Any:

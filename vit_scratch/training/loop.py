@@ -22,6 +22,9 @@ Loss = Callable[[nn.Module, Any, Any], tuple[Tensor, Tensor]]
 Validate = Callable[[nn.Module], dict[str, float]]
 """model -> its metrics on held-out data, the higher the better but for the loss."""
 
+Adapt = Callable[[Any, float], Any]
+"""(inputs, share of the updates that is done) -> the inputs that the model gets, such as images of another size."""
+
 SaveWeights = Callable[[str, nn.Module, Row], None]
 """(name, model, metrics of the epoch): write the model's weights as a file of that name."""
 
@@ -35,8 +38,8 @@ class Batches(Protocol):
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Any, Any, int]]:
         """Inputs, targets and number of items of each batch of an epoch, from batch number `start` on."""
 
-    def shapes(self) -> Iterator[tuple[Any, Any]]:
-        """Inputs and targets of an epoch's batches as tensors without data, on the meta device."""
+    def shapes(self) -> Iterator[tuple[Any, Any, int]]:
+        """What batches an epoch consists of: inputs and targets without data, on the meta device, and how many."""
 
 
 class NonFiniteError(RuntimeError):
@@ -73,6 +76,7 @@ def fit(
     device: torch.device,
     ema: ExponentialMovingAverage | None,
     operations: Callable[[Any, Any], int],
+    adapt: Adapt | None,
     log: RunLog,
     states: TrainingStates,
     state: dict[str, Any] | None,
@@ -96,6 +100,7 @@ def fit(
         device: of model and batches.
         ema: running average of the weights, evaluated and saved beside them.
         operations: counts the floating-point operations of training on a batch of inputs and targets.
+        adapt: what happens to the inputs of each batch, which changes in the course of the training; None for nothing.
         log, states, save_weights: where things are written.
         state: what `states` last saved, to go on from there; None to start.
         checkpoint_every: updates between two saved states, on top of one at the end of each epoch; None for none.
@@ -154,6 +159,8 @@ def fit(
                 items = sum(count for _, _, count in window)
                 sums = []
                 for inputs, targets, _ in window:
+                    if adapt is not None:
+                        inputs = adapt(inputs, progress.update / updates)
                     with torch.autocast(device.type, precision, enabled=precision is not torch.float32):
                         value, correct = loss(model, inputs, targets)
                     scaler.scale(value / items).backward()

@@ -89,18 +89,33 @@ def check_length(length: int, limit: int) -> None:
         raise ValueError(f"a sequence of {length} tokens exceeds the {limit} positions; build with a larger limit")
 
 
-def grid_coordinates(grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Row and column of each cell of a (rows, columns) grid in reading order, each (N,)."""
-    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+Grid = tuple[int, int]
+"""Rows and columns of patches."""
+
+
+def grid_coordinates(grid: Grid, native: Grid | None = None) -> tuple[Tensor, Tensor]:
+    """Row and column of each cell of a grid in reading order, each (N,) in float64.
+
+    Args:
+        grid: (rows, columns).
+        native: the grid whose coordinates are meant: the cells of `grid` are stretched or shrunk to cover the same
+            area, so that an image has the same coordinates at any size. None for `grid` itself.
+    """
+    axes = []
+    for length, whole in zip(grid, native or grid, strict=True):
+        centres = torch.arange(length, dtype=torch.float64) + 0.5
+        axes.append(centres * whole / length - 0.5)
+    rows, columns = torch.meshgrid(*axes, indexing="ij")
     return rows.flatten(), columns.flatten()
 
 
-def sinusoids_2d(grid: tuple[int, int], dim: int) -> Tensor:
+def sinusoids_2d(grid: Grid, dim: int, native: Grid | None = None) -> Tensor:
     """Fixed two-dimensional encoding: the first half of the width encodes the row, the second the column.
 
     Args:
         grid: (rows, columns) of patches.
         dim: model width D, a multiple of 4.
+        native: as `grid_coordinates`.
 
     Returns:
         (rows * columns, D) in float32, patches in reading order.
@@ -110,7 +125,7 @@ def sinusoids_2d(grid: tuple[int, int], dim: int) -> Tensor:
     """
     if dim % 4:
         raise ValueError(f"dim={dim} is not a multiple of 4, which two-dimensional sinusoidal positions need")
-    return torch.cat([sinusoids(c, dim // 2) for c in grid_coordinates(grid)], dim=1)
+    return torch.cat([sinusoids(c, dim // 2) for c in grid_coordinates(grid, native)], dim=1)
 
 
 def rotary_frequencies(head_dim: int, base: float = 100.0) -> Tensor:
@@ -128,7 +143,9 @@ def rotary_frequencies(head_dim: int, base: float = 100.0) -> Tensor:
     return base ** (-torch.arange(0, head_dim, 4, dtype=torch.float64) / head_dim)
 
 
-def rotation_2d(grid: tuple[int, int], head_dim: int, prefix: int = 0, base: float = 100.0) -> Rotation:
+def rotation_2d(
+    grid: Grid, head_dim: int, prefix: int = 0, base: float = 100.0, native: Grid | None = None
+) -> Rotation:
     """Rotary positions on a grid ("RoFormer", equation 34, once per axis: the axial form of "RoPE-ViT").
 
     Half of the channel pairs turn with the row, the other half with the column. Prefix tokens (class token,
@@ -139,6 +156,7 @@ def rotation_2d(grid: tuple[int, int], head_dim: int, prefix: int = 0, base: flo
         head_dim: head width K, a multiple of 4.
         prefix: number of tokens that stand before the patches.
         base: as `rotary_frequencies`.
+        native: as `grid_coordinates`.
 
     Returns:
         Cosines and sines, each (prefix + rows * columns, K) in float32.
@@ -147,7 +165,7 @@ def rotation_2d(grid: tuple[int, int], head_dim: int, prefix: int = 0, base: flo
         ValueError: `head_dim` is not a multiple of 4.
     """
     frequency = rotary_frequencies(head_dim, base)
-    angle = torch.cat([c[:, None] * frequency for c in grid_coordinates(grid)], dim=1)  # (N, K / 2)
+    angle = torch.cat([c[:, None] * frequency for c in grid_coordinates(grid, native)], dim=1)  # (N, K / 2)
     angle = torch.cat([angle.new_zeros(prefix, head_dim // 2), angle]).repeat(1, 2)  # (prefix + N, K)
     return angle.cos().float(), angle.sin().float()
 

@@ -7,7 +7,7 @@ from itertools import cycle
 
 import torch
 
-from vit_scratch.transformer.encoder import Encoder
+from vit_scratch.transformer.encoder import Encoder, EncoderLayer
 from vit_scratch.transformer.positions import rotary_frequencies
 
 NEIGHBOURS = ((0, 0), (0, 1), (1, 0), (0, -1), (-1, 0), (1, 1), (-1, -1), (1, -1), (-1, 1))
@@ -15,19 +15,20 @@ NEIGHBOURS = ((0, 0), (0, 1), (1, 0), (0, -1), (-1, 0), (1, 1), (-1, -1), (1, -1
 
 
 @torch.no_grad()
-def attend_nearby(encoder: Encoder, strength: float) -> None:
+def attend_nearby(encoder: Encoder, strength: float, depth: int | None = None) -> None:
     """Set the biases of queries and keys so that each head at first attends to one neighbour of each patch.
 
     It is for encoders that get rotary positions from `rotation_2d`. There the biases of query and key give a score that
     depends on nothing but the offset between two patches: for a channel pair with frequency f, a query bias turned by
     f * offset against that of the key contributes strength^2 * cos(f * (distance - offset)), so that the sum over the
-    pairs is largest at the offset. The heads of all layers take the patch itself and its eight neighbours in turns.
+    pairs is largest at the offset. The heads take the patch itself and its eight neighbours in turns.
     The idea to start attention as single taps of a 3 x 3 convolution is that of "Structured Initialization for Vision
     Transformers" (which solves for the weights of queries and keys instead); it costs no operations.
 
     Args:
         encoder: whose query and key biases are set; head width K a multiple of 4, without norms on queries and keys.
         strength: size of the biases; the larger, the sharper the attention.
+        depth: how many layers, from the first; None for all.
 
     Raises:
         ValueError: an encoder that normalises queries and keys, or a head width that is no multiple of 4.
@@ -35,7 +36,8 @@ def attend_nearby(encoder: Encoder, strength: float) -> None:
     head_dim = encoder.dim // encoder.heads
     frequency = rotary_frequencies(head_dim)  # (K / 4,)
     offsets = cycle(NEIGHBOURS)
-    for layer in encoder.layers:
+    for layer in list(encoder.layers)[:depth]:
+        assert isinstance(layer, EncoderLayer)
         attention = layer.attention
         if attention.qk_norm:
             raise ValueError("local_attention needs qk_norm=False: the norms would undo its biases")

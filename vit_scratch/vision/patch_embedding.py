@@ -35,6 +35,7 @@ class PatchEmbedding(nn.Module):
         patch_size: in pixels; divides the image size.
         in_channels: number of channels C.
         dim: model width D.
+        any_size: take images of other sizes, too, if the patch divides them.
 
     Attributes:
         grid: (rows, columns) of patches.
@@ -43,19 +44,24 @@ class PatchEmbedding(nn.Module):
         ValueError: the patch does not divide the image; the message names the nearest sizes that would do.
     """
 
-    def __init__(self, image_size: Size, patch_size: Size, in_channels: int, dim: int):
+    def __init__(self, image_size: Size, patch_size: Size, in_channels: int, dim: int, *, any_size: bool = False):
         super().__init__()
+        self.any_size = any_size
         self.image_size, self.patch_size = as_pair("image_size", image_size), as_pair("patch_size", patch_size)
         self.in_channels = in_channels
         for side, image, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=True):
             if image % patch:
-                near = [n for n in (image // patch * patch, (image // patch + 1) * patch) if n]
-                raise ValueError(
-                    f"image_size={self.image_size}: the {side} {image} is not a multiple of the patch {side} {patch} "
-                    f"(patch_size={self.patch_size}); nearest that are: {' and '.join(map(str, near))}"
-                )
+                raise ValueError(f"image_size={self.image_size}: " + self.no_multiple(side, image, patch))
         self.grid = (self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1])
         self.projection = Linear(in_channels * self.patch_size[0] * self.patch_size[1], dim)
+
+    def no_multiple(self, side: str, image: int, patch: int) -> str:
+        """What is wrong with a side of an image that its patch does not divide, and which sizes would do."""
+        near = [n for n in (image // patch * patch, (image // patch + 1) * patch) if n]
+        return (
+            f"the {side} {image} is not a multiple of the patch {side} {patch} (patch_size={self.patch_size}); "
+            f"nearest that are: {' and '.join(map(str, near))}"
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, height, width) -> tokens (B, N, D), patches in reading order.
@@ -63,12 +69,17 @@ class PatchEmbedding(nn.Module):
         Raises:
             ValueError: images of another size or number of channels.
         """
-        expected = (self.in_channels, *self.image_size)
+        size = tuple(images.shape[-2:]) if self.any_size else self.image_size
+        expected = (self.in_channels, *size)
         if images.dim() != 4 or tuple(images.shape[1:]) != expected:
             raise ValueError(
                 f"images have shape {tuple(images.shape)}; this model takes (B, C, height, width) = (B, "
-                f"{', '.join(map(str, expected))}); resize them, or build the model with another image_size"
+                f"{', '.join(map(str, expected))}); resize them, or build the model with another image_size, "
+                "or any_size=True"
             )
         height, width = self.patch_size
+        for side, image, patch in zip(("height", "width"), size, self.patch_size, strict=True):
+            if image % patch or not image:
+                raise ValueError(f"images have shape {tuple(images.shape)}: " + self.no_multiple(side, image, patch))
         patches = rearrange(images, "b c (n h) (m w) -> b (n m) (c h w)", h=height, w=width)
         return self.projection(patches)

@@ -4,15 +4,18 @@ Shapes: B batch, C channels, N patches, D model width, K head width. Tokens stan
 registers (if any), patches in reading order.
 """
 
+from functools import lru_cache
 from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from vit_scratch.transformer.encoder import Encoder
 from vit_scratch.transformer.linear import Linear, matrices
-from vit_scratch.transformer.positions import rotation_2d, sinusoids_2d
+from vit_scratch.transformer.positions import Grid, Rotation, rotation_2d, sinusoids_2d
 from vit_scratch.transformer.residual import Dropout
 from vit_scratch.vision.local_attention import attend_nearby
 from vit_scratch.vision.patch_embedding import PatchEmbedding, Size
@@ -47,7 +50,9 @@ class VisionTransformer(nn.Module):
         positions: "learned" (one vector for the class token and each patch), "sinusoidal" (2-D, fixed, patches
             only) or "rotary" (2-D, in every attention, patches only).
         local_attention: with rotary positions, strength with which each head at first attends to one neighbour of each
-            patch; it sets the encoder's biases of queries and keys, see `attend_nearby`. None leaves them alone.
+            patch; it sets the encoder's biases of queries and keys, see `attend_nearby`. With a class token the last
+            layer is left out, as there it has to gather from everywhere. None leaves the encoder alone.
+        any_size: take images of other sizes, too, if the patch divides them; positions are stretched to cover them.
         dropout: probability of dropping an element of the tokens that enter the encoder.
 
     Attributes:
@@ -72,6 +77,7 @@ class VisionTransformer(nn.Module):
         registers: int = 0,
         positions: str = "learned",
         local_attention: float | None = None,
+        any_size: bool = False,
         dropout: float = 0.0,
     ):
         super().__init__()
@@ -84,7 +90,7 @@ class VisionTransformer(nn.Module):
                 f"local_attention={local_attention} works through rotary positions; set positions='rotary', "
                 f"which is {positions!r}, or local_attention=None"
             )
-        self.patch_embedding = PatchEmbedding(image_size, patch_size, in_channels, encoder.dim)
+        self.patch_embedding = PatchEmbedding(image_size, patch_size, in_channels, encoder.dim, any_size=any_size)
         self.encoder = encoder
         self.pooling, self.num_features, self.num_classes = pooling, encoder.dim, num_classes
         self.grid = self.patch_embedding.grid
@@ -110,25 +116,39 @@ class VisionTransformer(nn.Module):
         self.reset_classifier(num_classes)
         initialise(self)
         if local_attention is not None:
-            attend_nearby(encoder, local_attention)
+            attend_nearby(encoder, local_attention, encoder.depth - has_class)
 
     def embed(self, images: Tensor) -> Tensor:
         """Images (B, C, height, width) -> the tokens (B, prefix + N, D) that enter the encoder."""
         x = self.patch_embedding(images)
+        grid = self.grid_of(images)
         if self.fixed_positions is not None:
-            x = x + self.fixed_positions.to(x.dtype)
+            fixed = self.fixed_positions
+            if grid != self.grid:
+                fixed = stretched_sinusoids(grid, self.grid, self.num_features, x.device)
+            x = x + fixed.to(x.dtype)
         if self.class_token is not None:
             x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
         if self.positions is not None:
-            x = x + self.positions
+            x = x + resize_positions(self.positions, self.grid, grid)
         if self.register_tokens is not None:
             at = 0 if self.class_token is None else 1
             x = torch.cat([x[:, :at], self.register_tokens.expand(x.shape[0], -1, -1), x[:, at:]], dim=1)
         return self.dropout(x)
 
+    def grid_of(self, images: Tensor) -> Grid:
+        """Rows and columns of patches of images (B, C, height, width)."""
+        height, width = self.patch_embedding.patch_size
+        return images.shape[2] // height, images.shape[3] // width
+
     def forward_features(self, images: Tensor) -> Tensor:
         """Images (B, C, height, width) -> encoded tokens (B, prefix + N, D)."""
-        rotation = None if self.rotation_cos is None else (self.rotation_cos, self.rotation_sin)
+        rotation, grid = None, self.grid_of(images)
+        if self.rotation_cos is not None:
+            rotation = self.rotation_cos, self.rotation_sin
+            if grid != self.grid:
+                head_dim = self.encoder.dim // self.encoder.heads
+                rotation = stretched_rotation(grid, self.grid, head_dim, self.num_prefix_tokens, images.device)
         return self.encoder(self.embed(images), rotation=rotation)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -183,6 +203,34 @@ class VisionTransformer(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each encoder layer in the backward pass: less memory, about a third more time."""
         self.encoder.gradient_checkpointing = enable
+
+
+def resize_positions(positions: Tensor, native: Grid, grid: Grid) -> Tensor:
+    """Learned positions (1, prefix + N, D) of one grid for another one, by bicubic interpolation with antialiasing.
+
+    Those of prefix tokens stay as they are, and for the same grid all do.
+    """
+    if grid == native:
+        return positions
+    prefix = positions.shape[1] - native[0] * native[1]
+    image = rearrange(positions[:, prefix:], "one (n m) d -> one d n m", n=native[0])
+    image = F.interpolate(image, size=grid, mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([positions[:, :prefix], rearrange(image, "one d n m -> one (n m) d")], dim=1)
+
+
+@lru_cache
+def stretched_sinusoids(grid: Grid, native: Grid, dim: int, device: torch.device) -> Tensor:
+    """`sinusoids_2d` of a grid in the coordinates of another one, (N, D), made once for each."""
+    with torch.inference_mode(False), torch.device("cpu"):  # whoever asks first must not decide for all
+        return sinusoids_2d(grid, dim, native).to(device)
+
+
+@lru_cache
+def stretched_rotation(grid: Grid, native: Grid, head_dim: int, prefix: int, device: torch.device) -> Rotation:
+    """`rotation_2d` of a grid in the coordinates of another one, each (prefix + N, K), made once for each."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        cos, sin = rotation_2d(grid, head_dim, prefix, native=native)
+        return cos.to(device), sin.to(device)
 
 
 def initialise(model: VisionTransformer) -> None:
