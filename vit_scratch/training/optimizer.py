@@ -72,7 +72,7 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 
     A Newton-Schulz iteration: with X = U S V^T, a step maps the singular values s to a s + b s^3 + c s^5, whose
     coefficients make small ones grow fast ("Muon: An optimizer for hidden layers in neural networks"). After five
-    steps those that were above a hundredth of the norm lie between 0.7 and 1.2.
+    steps those that were above a hundredth of the norm lie between 0.68 and 1.14.
 
     Args:
         matrices: (..., rows, columns), not all zero.

@@ -67,6 +67,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or weight.dtype != torch.float32
         or x.dim() < 2
         or not x.numel()
+        or not weight.numel()
+        or not (bias is None or bias.is_contiguous())  # oneDNN would read it as if it were
         or torch.compiler.is_compiling()
         or torch.is_autocast_enabled("cpu")
     ):

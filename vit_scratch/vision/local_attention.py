@@ -15,7 +15,7 @@ NEIGHBOURS = ((0, 0), (0, 1), (1, 0), (0, -1), (-1, 0), (1, 1), (-1, -1), (1, -1
 
 
 @torch.no_grad()
-def attend_nearby(encoder: Encoder, strength: float, depth: int | None = None) -> None:
+def attend_nearby(encoder: Encoder, strength: float, depth: int) -> None:
     """Set the biases of queries and keys so that each head at first attends to one neighbour of each patch.
 
     It is for encoders that get rotary positions from `rotation_2d`. There the biases of query and key give a score that
@@ -28,7 +28,7 @@ def attend_nearby(encoder: Encoder, strength: float, depth: int | None = None) -
     Args:
         encoder: whose query and key biases are set; head width K a multiple of 4, without norms on queries and keys.
         strength: size of the biases; the larger, the sharper the attention.
-        depth: how many layers, from the first; None for all.
+        depth: how many layers, from the first. Those that remain gather from everywhere, and a class token needs them.
 
     Raises:
         ValueError: an encoder that normalises queries and keys, or a head width that is no multiple of 4.
@@ -36,12 +36,11 @@ def attend_nearby(encoder: Encoder, strength: float, depth: int | None = None) -
     head_dim = encoder.dim // encoder.heads
     frequency = rotary_frequencies(head_dim)  # (K / 4,)
     offsets = cycle(NEIGHBOURS)
-    for layer in list(encoder.layers)[:depth]:
-        assert isinstance(layer, EncoderLayer)
-        attention = layer.attention
-        if attention.qk_norm:
-            raise ValueError("local_attention needs qk_norm=False: the norms would undo its biases")
-        query, key, _ = attention.qkv.bias.view(3, encoder.heads, head_dim)
+    layers = [layer for layer in encoder.layers if isinstance(layer, EncoderLayer)]
+    if any(layer.attention.qk_norm for layer in layers):
+        raise ValueError("local_attention needs qk_norm=False: the norms would undo its biases")
+    for layer in layers[:depth]:
+        query, key, _ = layer.attention.qkv.bias.view(3, encoder.heads, head_dim)
         for head, (down, right) in zip(range(encoder.heads), offsets, strict=False):
             angle = torch.cat([frequency * down, frequency * right])  # (K / 2,)
             query[head] = strength * torch.cat([angle.cos(), angle.sin()])

@@ -50,8 +50,8 @@ class VisionTransformer(nn.Module):
         positions: "learned" (one vector for the class token and each patch), "sinusoidal" (2-D, fixed, patches
             only) or "rotary" (2-D, in every attention, patches only).
         local_attention: with rotary positions, strength with which each head at first attends to one neighbour of each
-            patch; it sets the encoder's biases of queries and keys, see `attend_nearby`. With a class token the last
-            layer is left out, as there it has to gather from everywhere. None leaves the encoder alone.
+            patch in the first half of the layers; it sets the encoder's biases of queries and keys, see
+            `attend_nearby`. None leaves them alone.
         any_size: take images of other sizes, too, if the patch divides them; positions are stretched to cover them.
         dropout: probability of dropping an element of the tokens that enter the encoder.
 
@@ -116,7 +116,7 @@ class VisionTransformer(nn.Module):
         self.reset_classifier(num_classes)
         initialise(self)
         if local_attention is not None:
-            attend_nearby(encoder, local_attention, encoder.depth - has_class)
+            attend_nearby(encoder, local_attention, encoder.depth // 2)
 
     def embed(self, images: Tensor) -> Tensor:
         """Images (B, C, height, width) -> the tokens (B, prefix + N, D) that enter the encoder."""
