@@ -4,6 +4,8 @@ import csv
 import errno
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +20,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from vit_scratch import cli, create_vit
+from vit_scratch.config import ImageTrainConfig
 from vit_scratch.data import sources
+from vit_scratch.tasks import classification
+from vit_scratch.tasks.run import plan_updates
 from vit_scratch.training import checkpoint
+from vit_scratch.transformer import linear
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -257,6 +263,7 @@ def test_a_model_trained_compiled_loads_uncompiled(tmp_path: Path, monkeypatch: 
         module._compiled_call_impl = torch.compile(module._call_impl, backend="eager")
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
+    monkeypatch.setattr(linear, "ONEDNN", False)  # which compiled code does not take, and whose sums differ in a bit
     options = [*SMALL, "--model.dropout", "0"]  # compiled code draws other random numbers
     assert run("train", *options, "--out", tmp_path / "plain") == 0
     assert run("train", *options, "--train.compile", "true", "--out", tmp_path / "compiled") == 0
@@ -435,3 +442,179 @@ def test_nothing_is_written_before_the_input_is_known_to_be_good(tmp_path: Path)
     ):
         assert run("train", *SMALL, *wrong, "--out", tmp_path / "run") == 2
         assert not (tmp_path / "run").exists()
+
+
+FORWARD = 2 * 4 * 16 * 16 + 2 * (2 * 5 * 16 * 64 + 4 * 5 * 5 * 16 + 4 * 5 * 16 * 64) + 2 * 16 * 10
+"""Operations of a digit's forward pass in `SMALL`: 4 patches of 16 pixels, 5 tokens of width 16, two layers, a head."""
+IMAGE = 3 * FORWARD / 1e15
+"""PFLOP of training on a digit once."""
+TRAINING, BATCHES = 1293, 11  # images, and batches of 128 of them
+
+
+@pytest.mark.parametrize(
+    ("epochs", "updates", "images"),
+    [
+        (2.4, 26, 2 * TRAINING + 4 * 128),  # 26.4 updates
+        (1.95, 21, TRAINING + 10 * 128),  # the last batch, of 13 images, would be one more
+        (2.0, 22, 2 * TRAINING),
+    ],
+)
+def test_a_budget_ends_the_run_with_the_update_that_is_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], epochs: float, updates: int, images: int
+) -> None:
+    budget, out = epochs * TRAINING * IMAGE, tmp_path / "run"
+    assert run("train", *SMALL, "--train.budget_pflop", repr(budget), "--train.epochs", "1", "--out", out) == 0
+    text = capsys.readouterr().out
+    whole = -(-updates // BATCHES)
+    assert f"; {whole} epochs, {updates} updates; cpu" in text
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["pflop"] == pytest.approx(images * IMAGE, rel=1e-12)
+    assert abs(summary["pflop"] - budget) <= 128 * IMAGE
+    ends = [TRAINING * epoch * IMAGE for epoch in range(1, whole)] + [images * IMAGE]
+    assert [r["pflop"] for r in rows(out)] == pytest.approx(ends, rel=1e-12)
+    assert [r["epoch"] for r in rows(out)] == list(range(1, whole + 1))
+    assert [r["update"] for r in rows(out)] == [*range(BATCHES, updates, BATCHES), updates]
+    assert [r["lr"] for r in rows(out)] == pytest.approx([1e-3, *[r["lr"] for r in rows(out)[1:-1]], 1e-5])
+    assert summary["last"]["pflop"] == summary["pflop"]
+    with open(out / "metrics.csv") as file:
+        assert [float(r["pflop"]) for r in csv.DictReader(file)] == pytest.approx(ends, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("budget", "warmup", "updates"),
+    [
+        (None, 5.0, 70),
+        (None, 6.94, 70),
+        (20.0, 5.0, 100),  # ten updates take 2 PFLOP
+        (19.95, 5.0, 100),
+        (19.85, 0.0, 99),
+        (0.31, 0.1, 2),
+        (1e-9, 0.0, 1),  # a budget of less than an update is one update
+        (1.0, 0.44, 5),  # 4 updates of warm-up
+        (1.0, 0.46, "train.warmup_epochs=0.46 leaves nothing of train.budget_pflop=1.0, which is 0.5 epochs; lower it"),
+        (1e-9, 0.1, "train.warmup_epochs=0.1 leaves nothing of train.budget_pflop=1e-09, which is 0.1 epochs"),
+        (None, 6.96, "train.warmup_epochs=6.96 leaves nothing of train.epochs=7"),
+    ],
+)
+def test_updates_are_those_of_the_epochs_or_of_the_budget(
+    budget: float | None, warmup: float, updates: int | str
+) -> None:
+    config = ImageTrainConfig(epochs=7, budget_pflop=budget, warmup_epochs=warmup)
+    if isinstance(updates, str):
+        with pytest.raises(ValueError, match=re.escape(updates)):
+            plan_updates(config, 10, 2.0)
+    else:
+        assert plan_updates(config, 10, 2.0) == updates
+
+
+def test_every_run_reports_its_compute(trained: Path) -> None:
+    assert [r["pflop"] for r in rows(trained)] == pytest.approx([n * TRAINING * IMAGE for n in (1, 2, 3)], rel=1e-12)
+    assert json.loads((trained / "summary.json").read_text())["pflop"] == rows(trained)[-1]["pflop"]
+
+
+@pytest.mark.parametrize("value", ["0", "-1e-6", "inf", ".inf", "nan", ".nan"])
+def test_a_budget_that_is_none_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    assert run("train", *SMALL, f"--train.budget_pflop={value}", "--out", tmp_path / "run") == 2
+    message = capsys.readouterr().err
+    assert "train.budget_pflop" in message
+    assert "Traceback" not in message
+    if value not in ("inf", "nan"):  # which are words to the parser, and no numbers
+        assert "is out of range; it must be above 0, or null" in message
+        assert len(message.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("epochs", "warmup"), [(0.9, "1"), (1.0, "1"), (1e-9, "0.1")])
+def test_a_budget_that_the_warm_up_uses_up_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], epochs: float, warmup: str
+) -> None:
+    budget = repr(epochs * TRAINING * IMAGE)
+    options = ["--train.budget_pflop", budget, "--train.warmup_epochs", warmup]
+    assert run("train", *SMALL, *options, "--out", tmp_path / "run") == 2
+    message = capsys.readouterr().err
+    for part in (f"train.warmup_epochs={float(warmup)} leaves nothing", f"train.budget_pflop={budget}", "epochs"):
+        assert part in message
+    assert "Traceback" not in message
+    assert not (tmp_path / "run").exists()
+
+
+def at_update(monkeypatch: pytest.MonkeyPatch, update: int, number: int) -> None:
+    """Send this process a signal in the forward pass of an update, where one batch is an update."""
+    real, calls = classification.smoothed_cross_entropy, []
+
+    def loss(smoothing: float, model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tuple:
+        if images.device.type != "meta":  # where operations are counted
+            calls.append(images)
+            if len(calls) == update:
+                os.kill(os.getpid(), number)
+        return real(smoothing, model, images, labels)
+
+    monkeypatch.setattr(classification, "smoothed_cross_entropy", loss)
+
+
+def test_muon_trains_and_goes_on_to_the_same_bits(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    budget = repr(1.4 * TRAINING * IMAGE)  # 15 updates, of which the last 4 are in a second epoch
+    options = [*SMALL, "--train.warmup_epochs", "0.5", "--train.budget_pflop", budget, "--augment.mixup", "0.4"]
+    options += ["--train.optimizer", "muon", "--train.muon_lr", "0.02"]
+    assert run("train", *options, "--out", whole) == 0
+    with monkeypatch.context() as patch:
+        at_update(patch, 7, signal.SIGTERM)
+        assert run("train", *options, "--out", broken) == 128 + signal.SIGTERM
+    assert [p.name for p in checkpoint.TrainingStates(broken / "states").paths()] == ["update_00000007.pt"]
+    assert run("train", "--out", broken, "--resume") == 0
+    for name in ("last", "best"):
+        assert same_weights(whole / f"{name}.safetensors", broken / f"{name}.safetensors"), name
+    assert rows(whole) == rows(broken)
+    assert [r["update"] for r in rows(broken)] == [11, 15]
+    assert [r["pflop"] for r in rows(broken)] == pytest.approx([TRAINING * IMAGE, (TRAINING + 512) * IMAGE], rel=1e-12)
+
+    state = torch.load(checkpoint.TrainingStates(whole / "states").paths()[0])["state"]
+    of_adamw, of_muon = state["optimizers"]
+    assert [{name for entry in o["state"].values() for name in entry} for o in (of_adamw, of_muon)] == [
+        {"step", "exp_avg", "exp_avg_sq"},
+        {"average"},
+    ]
+    shapes = sorted(tuple(entry["average"].shape) for entry in of_muon["state"].values())
+    assert shapes == sorted(2 * [(48, 16), (16, 16), (64, 16), (16, 64)])
+    assert [g["lr_ratio"] for g in of_muon["param_groups"]] == [20.0, 20.0]  # 0.02 / 0.001
+    assert [g["lr"] for g in of_muon["param_groups"]] == pytest.approx([20e-5, 20e-5])  # after the last update
+    capsys.readouterr()
+    assert run("train", "--out", trained, "--resume", "--train.optimizer", "muon") == 2
+    assert "train.optimizer: adamw then, muon now" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rates", [["--train.lr=0"], ["--train.lr=0", "--train.min_lr=0"]])
+def test_muon_without_a_rate_for_the_rest_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rates: list[str]
+) -> None:
+    assert run("train", *SMALL, "--train.optimizer=muon", *rates, "--out", tmp_path / "run") == 2
+    message = capsys.readouterr().err
+    assert "train.lr=0 leaves nothing to train of what Muon is not for; raise it" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_training_state_of_an_older_version_is_refused_and_left(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(trained, out)
+    newest, before = checkpoint.TrainingStates(out / "states").paths()
+    for path in (newest, before):
+        content = torch.load(path)
+        state = content["state"]
+        state["optimizer"] = state.pop("optimizers")[0]  # as format 1 had it
+        del state["progress"]["operations"]
+        torch.save(content | {"format": 1}, path)
+    contents = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    assert run("train", "--out", out, "--resume") == 2
+    message = capsys.readouterr().err
+    for path in (newest, before):
+        assert f"{path} can't be read: its format is 1, and this version reads 2" in message
+    assert "start anew with another --out" in message
+    assert "Traceback" not in message
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == contents

@@ -78,6 +78,8 @@ def test_sizes_may_be_numbers_or_pairs(tmp_path: Path) -> None:
         ("train:\n  epochs: 1.5", [], "train.epochs"),
         ("train:\n  compile: 3", [], "train.compile"),
         ("data:\n  kind: mnist", [], "digits"),
+        ("train:\n  optimizer: sgd", [], "train.optimizer"),
+        ("train:\n  budget_pflop: much", [], "train.budget_pflop"),
         ("data:\n  root: [a, b]", [], "data.root"),
         ("train:\n  betas: [0.9]", [], "train.betas"),
         ("train: [a", [], "parsing"),
@@ -112,6 +114,13 @@ def test_wrong_input_exits_with_status_2_and_names_the_field(
         ("train:\n  lr: .inf", "train.lr=inf"),
         ("train:\n  min_lr: 1.0", "train.min_lr=1.0"),
         ("train:\n  warmup_epochs: 100", "train.warmup_epochs=100"),
+        ("train:\n  budget_pflop: 0.0", "train.budget_pflop=0.0 is out of range; it must be above 0, or null"),
+        ("train:\n  budget_pflop: -1e-3", "train.budget_pflop=-0.001"),
+        ("train:\n  budget_pflop: .inf", "train.budget_pflop=inf"),
+        ("train:\n  budget_pflop: .nan", "train.budget_pflop=nan"),
+        ("train:\n  muon_lr: -0.1", "train.muon_lr=-0.1"),
+        ("train:\n  muon_lr: .nan", "train.muon_lr=nan"),
+        ("train:\n  optimizer: muon\n  lr: 0.0\n  min_lr: 0.0", "train.lr=0 leaves nothing to train"),
         ("train:\n  ema_decay: 1.0", "train.ema_decay=1.0"),
         ("train:\n  label_smoothing: 1.0", "train.label_smoothing=1.0"),
         ("train:\n  betas: [0.9, 1.0]", "train.betas[1]=1.0"),
@@ -158,6 +167,36 @@ def test_values_out_of_range_are_refused_by_name(tmp_path: Path, text: str, expe
 def test_values_of_sequences_out_of_range_are_refused_by_name(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(ValueError, match=re.escape(expected)):
         read_config(write(tmp_path, f"task: sequence\n{text}"))
+
+
+@pytest.mark.parametrize("task", ["classification", "sequence"])
+def test_budgets_and_optimizers_are_fields_of_both_tasks(tmp_path: Path, task: str) -> None:
+    defaults = read_config(write(tmp_path, f"task: {task}")).train
+    assert (defaults.budget_pflop, defaults.optimizer, defaults.muon_lr) == (None, "adamw", 0.01)
+    config = read_config(
+        write(tmp_path, f"task: {task}\ntrain:\n  budget_pflop: 1e-7\n  optimizer: muon\n  muon_lr: 0\n")
+    )
+    assert (config.train.budget_pflop, config.train.optimizer, config.train.muon_lr) == (1e-7, "muon", 0.0)
+    assert read_config(write(tmp_path, to_yaml(config))) == config
+    assert build_from_dict(type(config), to_dict(config)) == config
+    assert read_config(write(tmp_path, f"task: {task}"), ["--train.budget_pflop", "3"]).train.budget_pflop == 3.0
+    before = dataclasses.replace(config, train=dataclasses.replace(config.train, budget_pflop=None, optimizer="adamw"))
+    assert differences(before, config) == {"train.budget_pflop": (None, 1e-7), "train.optimizer": ("adamw", "muon")}
+    for text in ("budget_pflop: -1.0", "budget_pflop: .nan", "muon_lr: -1.0"):
+        with pytest.raises(ValueError, match=f"train.{text.split(':')[0]}="):
+            read_config(write(tmp_path, f"task: {task}\ntrain:\n  {text}"))
+
+
+def test_with_a_budget_the_number_of_epochs_does_not_limit_the_warm_up(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, "train:\n  budget_pflop: 1.0\n  epochs: 3\n  warmup_epochs: 7\n"))
+    assert (config.train.epochs, config.train.warmup_epochs) == (3, 7.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["optimizer: adamw\n  lr: 0\n  min_lr: 0", "optimizer: muon\n  lr: 1e-12\n  min_lr: 0"]
+)
+def test_a_learning_rate_of_nothing_is_for_adamw_alone(tmp_path: Path, text: str) -> None:
+    assert read_config(write(tmp_path, f"train:\n  {text}")).train.lr in (0, 1e-12)
 
 
 def test_limits_of_sequences_are_allowed(tmp_path: Path) -> None:

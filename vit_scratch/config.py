@@ -55,7 +55,7 @@ class ModelConfig:
     positions: Literal["learned", "sinusoidal", "rotary"] | None = None
     """How tokens know where they are: learned vectors, fixed 2-D sinusoids, or rotary 2-D."""
     local_attention: float | None = None
-    """With rotary positions: strength with which heads in the first half of the layers attend to neighbours at first."""
+    """With rotary positions: how strongly heads in the first half of the layers attend to neighbours at first."""
     dropout: float | None = None
     """Probability of dropping an element of tokens, attention weights, hidden units and branch outputs."""
     drop_path: float | None = None

@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -193,6 +194,61 @@ def test_the_last_batch_holds_what_is_left(files, batch):
     sizes = [count for _, _, count in loader.batches(0)]
     assert sizes == {1: [1] * 23, 4: [4] * 5 + [3], 23: [23], 100: [23]}[batch]
     assert len(loader) == len(sizes)
+
+
+def shapes_of(batches):
+    return Counter((tuple(x.shape), tuple(y.shape)) for x, y, _ in batches)
+
+
+def announced(loader):
+    """The same, of the batches that a loader says it will yield."""
+    found = Counter()
+    for x, y, number in loader.shapes():
+        assert number > 0
+        found[tuple(x.shape), tuple(y.shape)] += number
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options", [{}, dict(seed=3), dict(seed=3, sample_transform=sample_transform((6, 5), policy="randaugment"))]
+)
+def test_the_shapes_are_those_of_an_epochs_batches_without_their_data(files, kind, options):
+    loader = loader_of(kind, files, plain(shift=2, flip=True, erase=0.5), **options)
+    assert announced(loader) == {((5, 3, 6, 5), (5,)): 4, ((3, 3, 6, 5), (3,)): 1}
+    for epoch in (0, 1):
+        batches = list(loader.batches(epoch))
+        assert announced(loader) == shapes_of(batches)
+        assert {(x.dtype, y.dtype) for x, y, _ in loader.shapes()} == {(x.dtype, y.dtype) for x, y, _ in batches}
+    assert {t.device.type for x, y, _ in loader.shapes() for t in (x, y)} == {"meta"}
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("batch", [1, 4, 22, 23, 24])
+@pytest.mark.parametrize(("mode", "size"), [("L", (6, 5)), ("RGBA", (3, 8))])
+def test_the_shapes_follow_the_format_and_the_batch_size(files, in_memory, batch, mode, size):
+    form = ImageFormat(mode, size, "nearest")
+    held = open_images(files, form, in_memory=in_memory, skip_broken=False)[0]
+    channels = {"L": 1, "RGBA": 4}[mode]
+    transform = BatchTransform([0.5] * channels, [0.5] * channels)
+    loader = make_loader(held, form, batch, transform, seed=0, device=CPU)
+    assert isinstance(loader, MemoryLoader if in_memory else StreamLoader)
+    assert announced(loader) == shapes_of(loader.batches(0))
+    assert sum(number for _, _, number in loader.shapes()) == len(loader)
+
+
+def test_crops_have_the_shape_of_the_format(files):
+    steps = sample_transform((6, 5), min_crop_area=0.3)
+    loader = loader_of("stream", files, seed=0, sample_transform=steps, crops=True)
+    assert announced(loader) == shapes_of(loader.batches(0))
+
+
+def test_mixed_labels_have_the_shapes_of_images_all_the_same(files):
+    """Labels become probabilities of classes, which changes no product; the images are as announced."""
+    loader = loader_of("memory", files, plain(mixup=1.0, num_classes=4), seed=0)
+    batches = list(loader.batches(0))
+    assert all(y.shape == (count, 4) for _, y, count in batches)
+    assert shapes_of((x, y[:, 0], count) for x, y, count in batches) == announced(loader)
 
 
 def test_a_crop_in_the_worker_gets_the_image_in_its_own_size(tmp_path):

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vit_scratch.data.sequences import BOS, EOS, PAD, SPECIAL_TOKENS, SequenceLoader, pad, source_ids
@@ -163,3 +163,48 @@ def test_there_is_little_padding():
         batch.append(pair)
     assert real <= padded < 1.1 * real
     assert unsorted > 1.5 * real
+
+
+def shapes_of(batches):
+    """How often batches of each shape come: of source, of target so far and of what follows."""
+    return Counter(tuple(tuple(t.shape) for t in (*inputs, following)) for inputs, following, _ in batches)
+
+
+def announced(loader):
+    """The same, of the batches that a loader says it will yield."""
+    found = Counter()
+    for inputs, following, number in loader.shapes():
+        assert number > 0
+        found[tuple(tuple(t.shape) for t in (*inputs, following))] += number
+    return found
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=40),
+    st.integers(1, 60),
+    st.none() | st.integers(0, 2**31),
+    st.integers(0, 1000),
+)
+@settings(max_examples=50)
+def test_the_shapes_are_those_of_the_batches_of_every_epoch(lengths, batch_tokens, seed, epoch):
+    loader = loader_of(lengths, batch_tokens, seed)
+    assert announced(loader) == shapes_of(loader.batches(epoch))
+
+
+def test_the_shapes_are_without_data_and_need_no_random_numbers():
+    loader = loader_of(LENGTHS, 60, seed=5)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    shapes = list(loader.shapes())
+    assert before[1] == np.random.get_state()[1].tolist()  # noqa: NPY002
+    assert torch.equal(before[0], torch.get_rng_state())
+    for (source, target), following, _ in shapes:
+        assert {t.device.type for t in (source, target, following)} == {"meta"}
+        assert {t.dtype for t in (source, target, following)} == {torch.int64}
+    assert sum(number * len(following) for _, following, number in shapes) == len(LENGTHS)
+    assert announced(loader) == shapes_of(loader.batches(3))
+    assert len(announced(loader)) > 3
+
+
+def test_the_shapes_of_unequal_pairs_by_hand():
+    loader = SequenceLoader([[5, 6, 7], [8], []], [[9], [10, 11, 12, 13], [14]], 8, device=CPU)
+    assert announced(loader) == {((2, 4), (2, 2), (2, 2)): 1, ((1, 2), (1, 5), (1, 5)): 1}

@@ -17,7 +17,7 @@ from vit_scratch.training.checkpoint import SaveError, TrainingStates
 from vit_scratch.training.ema import ExponentialMovingAverage
 from vit_scratch.training.log import RunLog, read_rows
 from vit_scratch.training.loop import NonFiniteError, fit
-from vit_scratch.training.optimizer import adamw
+from vit_scratch.training.optimizer import Muon, adamw, make_optimizers
 from vit_scratch.training.schedule import warmup_cosine
 
 SIZES = [5, 3, 4, 2, 1]
@@ -78,6 +78,7 @@ def run(folder, model, optimizer=None, **options):
         device=torch.device("cpu"),
         ema=None,
         operations=lambda inputs, targets: 1000 * len(targets),
+        adapt=None,
         states=TrainingStates(folder / "states"),
         state=None,
         save_weights=lambda name, model, row: None,
@@ -168,6 +169,203 @@ def test_every_group_has_the_schedules_rate_at_every_update(tmp_path):
     schedule = partial(warmup_cosine, updates=9, warmup=3, peak=1e-2, final=1e-4)
     run(tmp_path, model, optimizer, schedule=schedule, accumulate=2, epochs=3)
     assert seen == [[schedule(u)] * 2 for u in range(1, 10)]
+
+
+def test_every_group_of_every_optimizer_has_the_schedules_rate_times_its_ratio(tmp_path):
+    model, seen = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)), []
+    sgd, schedule = torch.optim.SGD, partial(warmup_cosine, updates=9, warmup=3, peak=1e-2, final=1e-4)
+    optimizers = [
+        sgd([{"params": model[0].weight, "lr_ratio": 3.0}, {"params": model[0].bias}], lr=9.0),
+        adamw(model[1], lr=9.0, betas=(0.9, 0.999), weight_decay=0.1),
+        sgd([{"params": model[2].bias, "lr_ratio": 1.0}, {"params": model[2].weight, "lr_ratio": 0.0}], lr=9.0),
+    ]
+    for o in optimizers:
+        o.register_step_pre_hook(lambda o, *_: seen.append([g["lr"] for g in o.param_groups]))
+    frozen = model[2].weight.detach().clone()
+    before = [p.detach().clone() for p in model.parameters()]
+    _, log = run(tmp_path, model, optimizers, schedule=schedule, accumulate=2, epochs=3)
+    rates = [schedule(u) for u in range(1, 10)]
+    assert seen == sum([[[3.0 * r, r], [r, r], [1.0 * r, 0.0]] for r in rates], [])
+    assert torch.equal(model[2].weight, frozen)
+    assert sum(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)) == 5
+    assert [row["lr"] for row in log.rows] == [rates[2], rates[5], rates[8]]  # the schedule's own
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.2])
+def test_two_optimizers_go_where_one_goes_and_the_norm_is_that_of_all_parameters(tmp_path, clip_norm):
+    model, rate = linear(), partial(warmup_cosine, updates=30, warmup=4, peak=0.5, final=0.01)
+    optimizers = [torch.optim.SGD([p], lr=123.0) for p in model.parameters()]
+    run(tmp_path, model, optimizers, accumulate=2, schedule=rate, clip_norm=clip_norm)
+    assert_weights(model, by_hand(2, 2, rate, clip_norm)[0][-1])
+
+
+def mean_loss(batches, weights):
+    """Sum of the loss over batches, each with weights of its own, and how many are right; in float64."""
+    loss, correct = 0.0, 0
+    for (x, y, _), w in zip(batches, weights, strict=True):
+        logits = x.double().numpy() @ w["weight"].T + w["bias"]
+        loss += (np.log(np.exp(logits).sum(1)) - logits[range(len(y)), y.numpy()]).sum()
+        correct += int((logits.argmax(1) == y.numpy()).sum())
+    return loss, correct
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "updates", "in_last"), [(1, 7, 2), (1, 5, 5), (1, 1, 1), (2, 4, 1), (2, 5, 2), (1, 9, 4)]
+)
+def test_the_last_epoch_ends_with_the_last_update(tmp_path, accumulate, updates, in_last):
+    model, saved, validated = linear(), [], []
+    rate, batches = partial(warmup_cosine, updates=20, warmup=4, peak=0.5, final=0.01), HandBatches()
+    epochs = math.ceil(updates / len(WINDOWS[accumulate]))
+
+    def validate(network):
+        validated.append(network.weight.detach().clone())
+        return {"loss": 1.0, "accuracy": float(len(validated))}
+
+    options = dict(accumulate=accumulate, schedule=rate, updates=updates, loader=batches, validate=validate)
+    stopped, log = run(
+        tmp_path,
+        model,
+        epochs=epochs,
+        save_weights=lambda name, network, row: saved.append((name, row["epoch"], row["update"])),
+        **options,
+    )
+    after, metrics = by_hand(epochs, accumulate, rate)
+    assert stopped is None
+    assert_weights(model, after[updates - 1])
+    assert batches.asked == [(epoch, 0) for epoch in range(epochs)]
+    assert len(validated) == epochs
+
+    windows = WINDOWS[accumulate][:in_last]
+    last = list(HandBatches().all(epochs - 1))
+    weights = [{n: p.detach().double().numpy() for n, p in linear().named_parameters()}, *after]
+    used = weights[updates - in_last : updates]
+    loss, correct = mean_loss(
+        [last[i] for window in windows for i in window],
+        [w for w, window in zip(used, windows, strict=True) for _ in window],
+    )
+    count = sum(SIZES[i] for window in windows for i in window)
+    row = log.rows[-1]
+    assert (row["epoch"], row["update"], row["lr"]) == (epochs, updates, rate(updates))
+    assert row["train_loss"] == pytest.approx(loss / count, rel=1e-5)
+    assert row["train_accuracy"] == correct / count
+    assert row["items_per_second"] == pytest.approx(count / row["seconds"])
+    assert [r["train_loss"] for r in log.rows[:-1]] == pytest.approx([m[0] for m in metrics[: epochs - 1]], rel=1e-5)
+    assert [r["epoch"] for r in log.rows] == list(range(1, epochs + 1))
+    assert read_rows(tmp_path) == log.rows
+    assert saved[-2:] == [("last", epochs, updates), ("best", epochs, updates)]
+
+    state, _ = TrainingStates(tmp_path / "states").load()
+    progress = state["progress"]
+    assert (progress["update"], progress["epoch"], progress["batch"], progress["count"]) == (updates, epochs, 0, 0)
+    other, loader = linear(), HandBatches()
+    stopped, again = run(tmp_path, other, epochs=epochs, **options | dict(state=state, loader=loader))
+    assert (stopped, loader.asked, len(validated)) == (None, [], epochs)  # nothing more to do
+    assert_same(other.state_dict(), model.state_dict())
+    assert again.rows == log.rows
+
+
+@pytest.mark.parametrize("checkpoint_every", [None, 1])
+def test_a_signal_at_the_last_update_leaves_the_end_of_the_epoch_to_the_resumed_run(tmp_path, checkpoint_every):
+    rate = partial(warmup_cosine, updates=7, warmup=2, peak=0.5, final=0.01)
+    whole, validated, saved, calls = linear(), [], [], []
+
+    def validate(network):
+        validated.append(network.weight.detach().clone())
+        return {"loss": 1.0, "accuracy": 0.5}
+
+    def interrupted(network, inputs, targets):
+        calls.append(1)
+        if len(calls) == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return cross_entropy(network, inputs, targets)
+
+    options = dict(schedule=rate, updates=7, validate=validate, checkpoint_every=checkpoint_every)
+    _, log = run(tmp_path / "whole", whole, **options)
+    validated.clear()
+    stopped, partial_log = run(tmp_path / "run", linear(), loss=interrupted, **options)
+    assert stopped == signal.SIGTERM
+    assert (len(partial_log.rows), len(validated)) == (1, 1)
+    state, _ = TrainingStates(tmp_path / "run" / "states").load()
+    assert [state["progress"][n] for n in ("update", "epoch", "batch")] == [7, 1, 2]
+
+    resumed, asked = linear(), []
+    stopped, resumed_log = run(
+        tmp_path / "run",
+        resumed,
+        state=state,
+        loss=tracing(asked),
+        save_weights=lambda name, network, row: saved.append((name, row["epoch"], network.weight.detach().clone())),
+        **options,
+    )
+    assert stopped is None
+    assert asked == []  # no update is done again
+    assert_same(resumed.state_dict(), whole.state_dict())
+    names = ["epoch", "update", "lr", "train_loss", "train_accuracy", "pflop", "val_accuracy"]
+    assert [[r[n] for n in names] for r in resumed_log.rows] == [[r[n] for n in names] for r in log.rows]
+    assert [r["update"] for r in read_rows(tmp_path / "run")] == [5, 7]
+    assert [(name, epoch) for name, epoch, _ in saved] == [("last", 2)]
+    assert torch.equal(saved[0][2], whole.weight)
+    assert [torch.equal(w, whole.weight) for w in validated] == [False, True]
+    state, _ = TrainingStates(tmp_path / "run" / "states").load()
+    assert [state["progress"][n] for n in ("update", "epoch", "batch")] == [7, 2, 0]
+
+
+def odd_operations(inputs, targets):
+    """Differs from batch to batch, in more digits than a float holds of a sum of many."""
+    return 10**17 + 7 * len(targets) ** 3 + int(1000 * inputs.abs().sum())
+
+
+@pytest.mark.parametrize(("accumulate", "updates"), [(1, 12), (2, 7), (1, 5)])
+def test_pflop_is_the_sum_of_all_batches_operations_so_far(tmp_path, accumulate, updates):
+    windows, count, expected, total = WINDOWS[accumulate], 0, [], 0
+    for epoch in range(math.ceil(updates / len(windows))):
+        batches = list(HandBatches().all(epoch))
+        for window in windows:
+            if count < updates:
+                total += sum(odd_operations(*batches[i][:2]) for i in window)
+                count += 1
+        expected.append(total / 1e15)
+    options = dict(accumulate=accumulate, updates=updates, operations=odd_operations, checkpoint_every=1)
+    states = Keeping(tmp_path / "states")
+    _, log = run(tmp_path, linear(), states=states, **options)
+    assert [row["pflop"] for row in log.rows] == expected
+    assert states.load()[0]["progress"]["operations"] == total
+    for number, (_, content, metrics) in enumerate(states.kept):
+        folder = tmp_path / f"from {number}"
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(metrics)
+        _, log = run(folder, linear(), state=torch.load(io.BytesIO(content)), **options)
+        assert [row["pflop"] for row in log.rows] == expected
+        assert [row["pflop"] for row in read_rows(folder)] == expected
+
+
+@pytest.mark.parametrize(("accumulate", "updates"), [(1, 10), (2, 5)])
+def test_inputs_are_adapted_to_the_share_of_the_updates_that_is_done(tmp_path, accumulate, updates):
+    shares, seen, counted = [], [], []
+
+    def adapt(inputs, done):
+        shares.append(done)
+        return inputs * (1 + done)
+
+    def operations(inputs, targets):
+        counted.append(inputs)
+        return len(targets)
+
+    options = dict(accumulate=accumulate, updates=updates, adapt=adapt, operations=operations, loss=tracing(seen))
+    states, model = Keeping(tmp_path / "states"), linear()
+    run(tmp_path, model, states=states, checkpoint_every=1, **options)
+    batches = [x for epoch in range(2) for x, _, _ in HandBatches().all(epoch)]
+    numbers = [update for update in range(updates) for _ in (WINDOWS[accumulate] * 2)[update]]
+    assert shares == [update / updates for update in numbers]
+    expected = [x * (1 + share) for x, share in zip(batches, shares, strict=False)]
+    assert seen == [x.flatten().tolist() for x in expected]
+    assert all(map(torch.equal, counted, expected))
+    whole = shares.copy()
+    shares.clear()
+    other = linear()
+    run(tmp_path / "again", other, state=torch.load(io.BytesIO(states.kept[2][1])), **options)
+    assert shares == [share for share, update in zip(whole, numbers, strict=True) if update >= 3]
+    assert_same(other.state_dict(), model.state_dict())
 
 
 def test_frozen_parameters_stay_and_do_not_count_for_the_norm(tmp_path):
@@ -353,6 +551,9 @@ class Network(nn.Module):
     def forward(self, x):
         return self.head(self.layers(x))
 
+    def hidden_matrices(self):
+        return {"layers.0.weight": 2, "layers.4.weight": 1}
+
 
 SCHEDULE = partial(warmup_cosine, updates=9, warmup=2, peak=0.05, final=1e-3)
 
@@ -386,7 +587,8 @@ def full_run(folder, seed, **options):
     """A run with all that has a state; returns it in full after the end."""
     model = Network(seed)
     ema = ExponentialMovingAverage(model, 0.9)
-    optimizer = adamw(model, lr=1.0, betas=(0.9, 0.99), weight_decay=0.1)
+    optimizers = make_optimizers(model, muon_lr=3.0, lr=1.0, betas=(0.9, 0.99), weight_decay=0.1)
+    assert [type(o) for o in optimizers] == [torch.optim.AdamW, Muon]
     saved = {}
 
     def save_weights(name, network, row):
@@ -402,18 +604,21 @@ def full_run(folder, seed, **options):
         validate=accuracy_on_fixed_data,
         save_weights=save_weights,
     )
-    stopped, log = run(folder, model, optimizer, **arguments | options)
+    stopped, log = run(folder, model, optimizers, **arguments | options)
     rows = [{k: r[k] for k in UNTIMED} for r in log.rows]
     state = {
         "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "ema": ema.state_dict(),
         "generator": torch.get_rng_state(),
     }
     return stopped, state, rows, saved
 
 
-UNTIMED = ["epoch", "update", "lr", "train_loss", "train_accuracy", "val_loss", "val_accuracy", "ema_val_accuracy"]
+UNTIMED = [
+    *("epoch", "update", "lr", "train_loss", "train_accuracy", "pflop"),
+    *("val_loss", "val_accuracy", "ema_val_accuracy"),
+]
 
 
 def assert_same(a, b, where="state"):
@@ -440,6 +645,17 @@ def tracing(seen):
         return cross_entropy(model, inputs, targets)
 
     return loss
+
+
+def test_the_run_with_all_that_has_a_state_has_two_optimizers_that_both_do_something(whole):
+    _, state, rows, _ = whole
+    kept = [{name for entry in o["state"].values() for name in entry} for o in state["optimizers"]]
+    assert kept == [{"step", "exp_avg", "exp_avg_sq"}, {"average"}]
+    assert [[g["lr"] for g in o["param_groups"]] for o in state["optimizers"]] == [[1e-3] * 2, [3e-3] * 2]
+    assert [g["stacked"] for g in state["optimizers"][1]["param_groups"]] == [1, 2]
+    first = Network(0).state_dict()
+    assert all(not torch.equal(first[n], w) for n, w in state["model"].items())
+    assert [r["pflop"] for r in rows] == [16 * 1000 * n / 1e15 for n in (1, 2, 3)]
 
 
 def test_a_resumed_run_ends_with_the_same_bits_from_every_state(tmp_path):

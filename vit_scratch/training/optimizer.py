@@ -63,7 +63,8 @@ def make_optimizers(
             for count in sorted({stacked[n] for n in named})
         ]
         ratio = {"lr_ratio": muon_lr / lr, "weight_decay": weight_decay}
-        optimizers.append(Muon([group | ratio for group in groups], lr=muon_lr))
+        if groups:
+            optimizers.append(Muon([group | ratio for group in groups], lr=muon_lr))
     return optimizers
 
 

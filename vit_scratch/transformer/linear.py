@@ -68,7 +68,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or x.dim() < 2
         or not x.numel()
         or not weight.numel()
-        or not (bias is None or bias.is_contiguous())  # oneDNN would read it as if it were
+        or weight.dim() != 2
+        or x.shape[-1] != weight.shape[1]  # PyTorch says what is wrong
+        # oneDNN would read a bias as if it were contiguous, and knows no broadcasting.
+        or not (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()))
         or torch.compiler.is_compiling()
         or torch.is_autocast_enabled("cpu")
     ):
@@ -104,4 +107,5 @@ class Linear(nn.Linear):
 
 def matrices(model: nn.Module) -> dict[str, int]:
     """Names of the weights of all linear maps in a model, and of how many stacked maps each consists."""
-    return {f"{name}.weight": m.stacked for name, m in model.named_modules() if isinstance(m, Linear)}
+    maps = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    return {f"{name}.weight".lstrip("."): m.stacked for name, m in maps.items()}
