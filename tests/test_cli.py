@@ -618,3 +618,52 @@ def test_a_training_state_of_an_older_version_is_refused_and_left(
     assert "start anew with another --out" in message
     assert "Traceback" not in message
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == contents
+
+
+STAGES = "[[4, 0.5], [[4, 8], 0.25]]"
+
+
+def test_smaller_images_first_cost_less_and_a_run_goes_on_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def operations(patches: int) -> int:
+        tokens = patches + 1
+        return 6 * (patches * 16 * 16 + 2 * (tokens * 12 * 16 * 16 + 2 * tokens * tokens * 16) + 16 * 10)
+
+    options = [*SMALL, "--augment.smaller_first", STAGES, "--train.epochs", "2"]
+    out = tmp_path / "whole"
+    assert run("train", *options, "--out", out) == 0
+    # 1,293 images in 11 batches an epoch: 22 updates, 11 of them with 1 patch, 6 with 2 (to 16.5 of 22), 5 with 4.
+    images = 1293 * operations(1), (6 * 128) * operations(2), (1293 - 6 * 128) * operations(4)
+    assert json.loads((out / "summary.json").read_text())["pflop"] == pytest.approx(sum(images) / 1e15, rel=1e-12)
+    assert run("evaluate", out, "--json", tmp_path / "result.json") == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["correct"] == json.loads((out / "summary.json").read_text())["test"]["correct"]
+
+    with monkeypatch.context() as patch:
+        at_update(patch, 13, signal.SIGTERM)
+        assert run("train", *options, "--out", tmp_path / "killed") == 128 + signal.SIGTERM
+    assert run("train", "--out", tmp_path / "killed", "--resume") == 0
+    assert same_weights(out / "last.safetensors", tmp_path / "killed" / "last.safetensors")
+    assert rows(out) == rows(tmp_path / "killed")
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ("[[6, 0.5]]", "6 is no size of at most (8, 8) that patches of (4, 4) divide"),
+        ("[[12, 0.5]]", "12 is no size of at most (8, 8)"),
+        ("[[4, 0.0]]", "0.0 is no share of the updates"),
+        ("[[4, 1.0]]", "1.0 is no share of the updates"),
+        ("[[4, 0.6], [4, 0.6]]", "the shares exceed 1"),
+        ("[[0, 0.5]]", "augment.smaller_first=0 is not a size"),
+    ],
+)
+def test_stages_that_can_not_be_are_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture, stages: str, message: str
+) -> None:
+    assert run("train", *SMALL, "--augment.smaller_first", stages, "--out", tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "run").exists()

@@ -6,7 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit_scratch.data.augmentation import BatchTransform, erase, sample_transform, seeded, shift_and_flip
+from vit_scratch.data.augmentation import (
+    BatchTransform,
+    SmallerFirst,
+    erase,
+    sample_transform,
+    seeded,
+    shift_and_flip,
+)
 from vit_scratch.tasks.classification import smoothed_cross_entropy
 
 MODES = {"reflect": "reflect", "zero": "constant"}
@@ -348,3 +355,23 @@ def test_mixed_batches_train_with_odd_sizes():
         assert loss.item() == pytest.approx(-(target * probability).sum().item(), rel=1e-5)
         assert 0 <= correct.item() <= batch
         assert model[1].weight.grad.abs().sum() > 0
+
+
+def test_smaller_images_come_first_for_their_shares_of_the_updates():
+    stages = SmallerFirst([((2, 3), 0.5), ((4, 4), 0.25)])
+    images = torch.randn(2, 3, 8, 6)
+    sizes = [tuple(stages(images, update / 8).shape[2:]) for update in range(8)]
+    assert sizes == [(2, 3)] * 4 + [(4, 4)] * 2 + [(8, 6)] * 2
+    assert stages(images, 0.75) is images
+
+
+def test_smaller_images_are_averages_of_the_pixels_under_a_triangle():
+    image = torch.randn(1, 2, 8, 8)
+    small = SmallerFirst([((4, 4), 0.5)])(image, 0.0)[0].double()
+    weights = np.zeros((4, 8))
+    for i in range(4):  # half the size: a triangle two pixels of the large image wide on each side
+        for j in range(8):
+            weights[i, j] = max(0.0, 1 - abs((j + 0.5) - (2 * i + 1)) / 2)
+    weights /= weights.sum(1, keepdims=True)
+    expected = weights @ image[0].double().numpy() @ weights.T
+    np.testing.assert_allclose(small.numpy(), expected, atol=1e-5)

@@ -17,6 +17,7 @@ from vit_scratch.vision.vit import (
     PRESETS,
     VisionTransformer,
     create_vit,
+    resize_positions,
     vit_arguments,
 )
 
@@ -474,3 +475,91 @@ def test_first_weights_follow_the_documented_table():
 def test_patches_of_unit_variance_become_tokens_of_unit_variance():
     embedding = VisionTransformer(Encoder(256, 1, 4), image_size=32, patch_size=8).patch_embedding
     assert embedding(torch.randn(16, 3, 32, 32)).std().item() == pytest.approx(1, rel=0.05)
+
+
+OTHER = dict(image_size=(8, 12), patch_size=(2, 3), dim=16, depth=2, heads=2, num_classes=3)
+LAYOUTS = [
+    dict(positions=positions, pooling=pooling, registers=registers)
+    for positions in POSITIONS
+    for pooling in POOLINGS
+    for registers in (0, 2)
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_taking_any_size_changes_nothing_at_the_native_one(layout):
+    model = create_vit("tiny_patch4_32", **OTHER, **layout)
+    other = create_vit("tiny_patch4_32", **OTHER, **layout, any_size=True)
+    other.load_state_dict(model.state_dict())
+    images = torch.randn(2, 3, 8, 12)
+    assert torch.equal(model(images), other(images))
+    with pytest.raises(ValueError, match=r"this model takes .* = \(B, 3, 8, 12\); .*any_size=True"):
+        model(torch.randn(2, 3, 4, 12))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [(4, 6), (2, 12), (16, 30)])
+def test_images_of_another_size_get_the_native_coordinates(size, layout):
+    model = create_vit("tiny_patch4_32", **OTHER, **layout, any_size=True).eval()
+    grid = (size[0] // 2, size[1] // 3)
+    rows = (torch.arange(grid[0]).double() + 0.5) * 4 / grid[0] - 0.5
+    columns = (torch.arange(grid[1]).double() + 0.5) * 4 / grid[1] - 0.5
+    cells = [(r, c) for r in rows.tolist() for c in columns.tolist()]
+    prefix = model.num_prefix_tokens
+    images = torch.randn(2, 3, *size)
+
+    patches = torch.nn.functional.unfold(images, (2, 3), stride=(2, 3)).mT
+    x = model.patch_embedding.projection(patches)
+    rotation = None
+    if layout["positions"] == "sinusoidal":
+        frequency = 10_000.0 ** (-torch.arange(0, 8, 2).double() / 8)
+        halves = [
+            [torch.stack([(v * frequency).sin(), (v * frequency).cos()], -1).flatten() for v in rc] for rc in cells
+        ]
+        x = x + torch.stack([torch.cat(pair) for pair in halves]).float()
+    if layout["positions"] == "rotary":
+        frequency = 100.0 ** (-torch.arange(0, 8, 4).double() / 8)
+        angles = torch.stack([torch.cat([r * frequency, c * frequency]) for r, c in cells])
+        angles = torch.cat([torch.zeros(prefix, 4), angles]).repeat(1, 2)
+        rotation = angles.cos().float(), angles.sin().float()
+    if model.class_token is not None:
+        x = torch.cat([model.class_token.expand(2, -1, -1), x], 1)
+    if layout["positions"] == "learned":
+        has_class = model.class_token is not None
+        image = model.positions[:, has_class:].view(1, 4, 4, 16).permute(0, 3, 1, 2)
+        # timm resizes likewise; a size that is a multiple or a half needs no other reference than the definition.
+        image = torch.nn.functional.interpolate(image, grid, mode="bicubic", antialias=True)
+        x = x + torch.cat([model.positions[:, :has_class], image.flatten(2).mT], 1)
+    if model.register_tokens is not None:
+        at = int(model.class_token is not None)
+        x = torch.cat([x[:, :at], model.register_tokens.expand(2, -1, -1), x[:, at:]], 1)
+    expected = model.forward_head(model.encoder(x, rotation=rotation))
+    torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("registers", [0, 4])
+@pytest.mark.parametrize("grid", [(1, 1), (3, 5), (4, 4), (7, 9)])
+def test_learned_positions_are_resized_as_timm_does(grid, registers):
+    from timm.layers import resample_abs_pos_embed
+
+    prefix = 1 + registers
+    positions = torch.randn(1, prefix + 16, 8)
+    expected = resample_abs_pos_embed(positions, list(grid), [4, 4], num_prefix_tokens=prefix)
+    torch.testing.assert_close(resize_positions(positions, (4, 4), grid), expected)
+
+
+def test_a_size_first_seen_without_gradients_can_be_trained_on_later():
+    model = create_vit("tiny_patch4_32", **OTHER, positions="rotary", any_size=True)
+    images = torch.randn(2, 3, 6, 9)
+    with torch.inference_mode():
+        expected = model(images)
+    output = model(images)
+    output.sum().backward()
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("size", [(7, 12), (8, 13), (0, 12)])
+def test_sizes_that_patches_do_not_divide_are_refused_at_run_time(size):
+    model = create_vit("tiny_patch4_32", **OTHER, any_size=True)
+    with pytest.raises(ValueError, match=r"images have shape .*is not a multiple of the patch"):
+        model(torch.randn(2, 3, *size))
