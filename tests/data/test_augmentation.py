@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchvision.transforms import v2
 
 from vit_scratch.data.augmentation import (
     BatchTransform,
@@ -264,31 +265,33 @@ def test_a_batch_transform_leaves_the_global_generator_alone():
 
 @pytest.mark.parametrize("policy", ["randaugment", "trivialaugment"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_policies_change_images_and_are_functions_of_the_seed(policy, channels):
-    transform = sample_transform((16, 16), policy=policy, magnitude=15)
-    image = random_bytes(channels, 16, 16)
+def test_policies_are_torchvisions_for_groups_of_four(policy, channels):
+    images, labels = random_bytes(10, channels, 16, 16), torch.arange(10)
+    transform = BatchTransform([0.5] * channels, [0.25] * channels, policy=policy, magnitude=15)
+    single = {"randaugment": v2.RandAugment(2, 15), "trivialaugment": v2.TrivialAugmentWide()}[policy]
     results = []
-    for seed in range(30):
-        pair = []
-        for _ in range(2):
-            with seeded(seed):
-                pair.append(transform(image))
-        assert torch.equal(*pair)
-        assert (pair[0].dtype, pair[0].shape) == (torch.uint8, image.shape)
-        results.append(pair[0])
-    assert sum(not torch.equal(r, image) for r in results) > 15
-    assert len(torch.stack(results).flatten(1).unique(dim=0)) > 12
+    for seed in range(10):
+        with seeded(seed):  # the draws for a group are those for its first image
+            expected = []
+            for first in range(0, 10, 4):
+                state = torch.get_rng_state()
+                for image in images[first : first + 4]:
+                    torch.set_rng_state(state)
+                    expected.append(single(image))
+        x, y = transform(images, labels, seed)
+        torch.testing.assert_close(x, (torch.stack(expected).float() / 255 - 0.5) / 0.25)
+        assert torch.equal(y, labels)
+        results.append(torch.stack(expected))
+    changed = [not torch.equal(a, b) for r in results for a, b in zip(r, images, strict=True)]
+    assert sum(changed) > 50
+    assert len(torch.stack(results)[:, 0].flatten(1).unique(dim=0)) > 5
 
 
 def test_a_larger_magnitude_changes_more():
-    image = random_bytes(3, 16, 16)
-    changes = []
+    images, changes = random_bytes(64, 3, 16, 16), []
     for magnitude in (1, 25):
-        transform, change = sample_transform((16, 16), policy="randaugment", magnitude=magnitude), 0.0
-        for seed in range(40):
-            with seeded(seed):
-                change += (transform(image).float() - image.float()).abs().mean().item()
-        changes.append(change)
+        x, _ = BatchTransform([0.0] * 3, [1.0] * 3, policy="randaugment", magnitude=magnitude)(images, torch.zeros(64), 0)
+        changes.append((x - images / 255).abs().mean().item())
     assert changes[1] > 1.5 * changes[0]
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from torchvision.transforms import v2
 from PIL import Image
 
 from vit_scratch.data.augmentation import BatchTransform, sample_transform
@@ -113,7 +114,7 @@ def test_without_a_seed_the_order_is_the_given_one_and_two_passes_are_bit_identi
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_later_start_goes_on_with_the_same_bits(files, kind):
     loader = loader_of(
-        kind, files, plain(**AUGMENT), seed=1, sample_transform=sample_transform((6, 5), policy="randaugment")
+        kind, files, plain(**AUGMENT), seed=1, sample_transform=v2.RandAugment()
     )
     whole = list(loader.batches(4))
     for start in range(len(loader) + 1):
@@ -121,7 +122,7 @@ def test_a_later_start_goes_on_with_the_same_bits(files, kind):
 
 
 def test_memory_files_and_workers_give_the_same_bits_in_every_epoch(files):
-    steps = sample_transform((6, 5), policy="randaugment")
+    steps = v2.RandAugment()
     loaders = [loader_of(kind, files, plain(**AUGMENT), seed=7, sample_transform=steps) for kind in KINDS]
     for epoch in (0, 1, 2, 1):
         memory, stream, workers = (list(loader.batches(epoch)) for loader in loaders)
@@ -135,7 +136,7 @@ def test_two_runs_of_one_seed_do_not_depend_on_the_global_generators(files, kind
     for state in (1, 2):
         torch.manual_seed(state)
         np.random.seed(state)  # noqa: NPY002
-        steps = sample_transform((6, 5), policy="trivialaugment")
+        steps = v2.TrivialAugmentWide()
         results.append(list(loader_of(kind, files, plain(**AUGMENT), seed=7, sample_transform=steps).batches(0)))
     assert equal(*results)
 
@@ -211,7 +212,7 @@ def announced(loader):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "options", [{}, dict(seed=3), dict(seed=3, sample_transform=sample_transform((6, 5), policy="randaugment"))]
+    "options", [{}, dict(seed=3), dict(seed=3, sample_transform=v2.RandAugment())]
 )
 def test_the_shapes_are_those_of_an_epochs_batches_without_their_data(files, kind, options):
     loader = loader_of(kind, files, plain(shift=2, flip=True, erase=0.5), **options)
@@ -382,7 +383,7 @@ def test_normalised_training_images_have_mean_0_and_deviation_1(files):
 
 
 def test_everything_a_worker_needs_can_be_pickled(files):
-    steps = sample_transform((6, 5), min_crop_area=0.5, policy="randaugment")
+    steps = sample_transform((6, 5), min_crop_area=0.5)
     loader = StreamLoader(files, FORM, BATCH, plain(), sample_transform=steps, seed=0, workers=2, device=CPU)
     samples = loader.loader.dataset
     copy = pickle.loads(pickle.dumps(samples))
@@ -395,7 +396,7 @@ def test_everything_a_worker_needs_can_be_pickled(files):
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_that_start_anew_give_the_same_bits(files, method):
-    steps = sample_transform((6, 5), policy="randaugment")
+    steps = v2.RandAugment()
     expected = list(loader_of("memory", files, seed=2, sample_transform=steps).batches(0))
     loader = StreamLoader(files, FORM, BATCH, plain(), sample_transform=steps, seed=2, workers=1, device=CPU)
     loader.loader.multiprocessing_context = method

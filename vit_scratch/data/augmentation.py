@@ -1,6 +1,7 @@
 """Augmentation: of single images by torchvision, of whole batches on the device.
 
-A batch is augmented per sample: each image draws its own shift, flip and rectangle. All draws come from torch's CPU
+A batch is augmented per sample: each image draws its own shift, flip and rectangle, and a few share their random
+operations. All draws come from torch's CPU
 generator inside `seeded`, so that they are a function of the seed, whatever the device and the number of workers.
 Shapes: B batch, C channels.
 """
@@ -12,6 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms import v2
+
+
+SHARING = 4
+"""Images of a batch that share the draws of random operations."""
 
 
 @contextmanager
@@ -27,8 +32,6 @@ def sample_transform(
     *,
     min_crop_area: float = 1.0,
     interpolation: str = "bicubic",
-    policy: str = "none",
-    magnitude: int = 9,
 ) -> Callable[[Tensor], Tensor] | None:
     """What is done to one image of bytes (C, height, width), by torchvision; None where that is nothing.
 
@@ -36,18 +39,11 @@ def sample_transform(
         size: (height, width) of the result.
         min_crop_area: smallest share of the image that a random resized crop keeps; 1 for no such crop.
         interpolation: of that crop, "nearest", "bilinear" or "bicubic".
-        policy: "none", "randaugment" (two operations, "RandAugment") or "trivialaugment" (one, "TrivialAugment").
-        magnitude: strength of RandAugment's operations, from 0 to 30.
     """
-    steps: list[torch.nn.Module] = []
-    if min_crop_area < 1:
-        mode = v2.InterpolationMode(interpolation)
-        steps.append(v2.RandomResizedCrop(size, scale=(min_crop_area, 1.0), interpolation=mode))
-    if policy == "randaugment":
-        steps.append(v2.RandAugment(num_ops=2, magnitude=magnitude))
-    elif policy == "trivialaugment":
-        steps.append(v2.TrivialAugmentWide())
-    return v2.Compose(steps) if steps else None
+    if min_crop_area == 1:
+        return None
+    mode = v2.InterpolationMode(interpolation)
+    return v2.RandomResizedCrop(size, scale=(min_crop_area, 1.0), interpolation=mode)
 
 
 class SmallerFirst:
@@ -74,10 +70,14 @@ class SmallerFirst:
 class BatchTransform:
     """Bytes (B, C, height, width) to what the network takes, augmented where asked.
 
-    In this order: shift, flip, normalisation, erasing, MixUp or CutMix.
+    In this order: random operations, shift, flip, normalisation, erasing, MixUp or CutMix.
 
     Args:
         mean, std: per channel, of pixels from 0 to 1.
+        policy: "none", "randaugment" (two operations, "RandAugment") or "trivialaugment" (one, "TrivialAugment"), by
+            torchvision. Four images that stand together in a batch, which is in random order, share their draws: one
+            by one takes as long as training a small model on them.
+        magnitude: strength of RandAugment's operations, from 0 to 30.
         shift: move each image by up to so many pixels each way.
         padding: what comes in from outside then, "reflect" for the image's reflection or "zero" for black.
         flip: mirror half of the images, left to right.
@@ -92,6 +92,8 @@ class BatchTransform:
         mean: list[float],
         std: list[float],
         *,
+        policy: str = "none",
+        magnitude: int = 9,
         shift: int = 0,
         padding: str = "reflect",
         flip: bool = False,
@@ -102,6 +104,8 @@ class BatchTransform:
     ):
         self.mean = torch.tensor(mean).view(-1, 1, 1) * 255
         self.std = torch.tensor(std).view(-1, 1, 1) * 255
+        policies = {"randaugment": v2.RandAugment(2, magnitude), "trivialaugment": v2.TrivialAugmentWide()}
+        self.policy = policies.get(policy)
         self.shift, self.padding, self.flip, self.erase = shift, padding, flip, erase
         mixes = [
             kind(alpha=alpha, num_classes=num_classes)
@@ -113,6 +117,8 @@ class BatchTransform:
     def __call__(self, images: Tensor, labels: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Bytes (B, C, height, width) and labels (B,) -> floats of the same shape and labels (B,) or (B, classes)."""
         with seeded(seed):
+            if self.policy is not None:
+                images = torch.cat([self.policy(group) for group in images.split(SHARING)])
             if self.shift or self.flip:
                 images = shift_and_flip(images, self.shift, self.flip, self.padding)
             x = (images.float() - self.mean.to(images.device)) / self.std.to(images.device)

@@ -227,6 +227,8 @@ def prepare(config: ClassificationConfig, dataset: ImageDataset, form: ImageForm
     augmented = BatchTransform(
         mean,
         std,
+        policy=a.policy,
+        magnitude=a.magnitude,
         shift=a.shift,
         padding=a.padding,
         flip=a.flip,
@@ -244,8 +246,6 @@ def prepare(config: ClassificationConfig, dataset: ImageDataset, form: ImageForm
             form.image_size,
             min_crop_area=a.min_crop_area,
             interpolation=form.interpolation,
-            policy=a.policy,
-            magnitude=a.magnitude,
         ),
         crops=a.min_crop_area < 1,
         seed=config.seed,
