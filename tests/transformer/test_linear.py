@@ -471,24 +471,22 @@ def test_a_bias_that_is_broadcast_is_torchs(shape):
 
 
 @pytest.mark.parametrize(
-    ("weight", "bias"), [((4, 6), None), ((4, 5), (3,)), ((5,), (7,))], ids=["width", "bias", "vector"]
+    ("weight", "bias"),
+    [
+        (torch.ones(4, 6), None),
+        (torch.ones(4, 5), torch.ones(3)),
+        (torch.ones(5), torch.ones(7)),
+        (torch.ones(4, 5), torch.ones(4, dtype=torch.float64)),
+    ],
+    ids=["width", "bias", "vector", "type of the bias"],
 )
-def test_shapes_that_do_not_fit_get_torchs_message(weight, bias):
-    arguments = torch.randn(3, 5), torch.randn(weight), None if bias is None else torch.randn(bias)
-    with pytest.raises(RuntimeError) as expected:
-        F.linear(*arguments)
-    with pytest.raises(RuntimeError) as actual:
-        linear(*arguments)
-    assert str(actual.value) == str(expected.value)
-
-
-def test_a_bias_of_another_type_is_treated_as_torch_does():
-    arguments = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4, dtype=torch.float64)
-    with pytest.raises(RuntimeError) as expected:
-        F.linear(*arguments)
-    with pytest.raises(RuntimeError) as actual:
-        linear(*arguments)
-    assert str(actual.value) == str(expected.value)
+def test_what_does_not_fit_gets_torchs_message(weight, bias):
+    messages = []
+    for function in (F.linear, linear):
+        with pytest.raises(RuntimeError) as caught:
+            function(torch.randn(3, 5), weight, bias)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
 
 
 def test_a_map_by_itself_is_named_as_its_parameter():
