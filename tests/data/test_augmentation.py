@@ -290,7 +290,8 @@ def test_policies_are_torchvisions_for_groups_of_four(policy, channels):
 def test_a_larger_magnitude_changes_more():
     images, changes = random_bytes(64, 3, 16, 16), []
     for magnitude in (1, 25):
-        x, _ = BatchTransform([0.0] * 3, [1.0] * 3, policy="randaugment", magnitude=magnitude)(images, torch.zeros(64), 0)
+        transform = BatchTransform([0.0] * 3, [1.0] * 3, policy="randaugment", magnitude=magnitude)
+        x, _ = transform(images, torch.zeros(64), 0)
         changes.append((x - images / 255).abs().mean().item())
     assert changes[1] > 1.5 * changes[0]
 
