@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from torchvision.transforms import v2
 from PIL import Image
+from torchvision.transforms import v2
 
 from vit_scratch.data.augmentation import BatchTransform, sample_transform
 from vit_scratch.data.images import ImageError
@@ -113,9 +113,7 @@ def test_without_a_seed_the_order_is_the_given_one_and_two_passes_are_bit_identi
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_later_start_goes_on_with_the_same_bits(files, kind):
-    loader = loader_of(
-        kind, files, plain(**AUGMENT), seed=1, sample_transform=v2.RandAugment()
-    )
+    loader = loader_of(kind, files, plain(**AUGMENT), seed=1, sample_transform=v2.RandAugment())
     whole = list(loader.batches(4))
     for start in range(len(loader) + 1):
         assert equal(loader.batches(4, start), whole[start:])
@@ -211,9 +209,7 @@ def announced(loader):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "options", [{}, dict(seed=3), dict(seed=3, sample_transform=v2.RandAugment())]
-)
+@pytest.mark.parametrize("options", [{}, dict(seed=3), dict(seed=3, sample_transform=v2.RandAugment())])
 def test_the_shapes_are_those_of_an_epochs_batches_without_their_data(files, kind, options):
     loader = loader_of(kind, files, plain(shift=2, flip=True, erase=0.5), **options)
     assert announced(loader) == {((5, 3, 6, 5), (5,)): 4, ((3, 3, 6, 5), (3,)): 1}

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms import v2
 
-
 SHARING = 4
 """Images of a batch that share the draws of random operations."""
 
