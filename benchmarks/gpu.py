@@ -65,7 +65,7 @@ def main() -> None:
     python = sys.executable
 
     device = "cuda" if gpu else "cpu"
-    tests = ["tests/parity/test_device.py", *(["tests/transformer", "tests/vision"] if gpu else [])]
+    tests = ["tests/parity/test_gpu.py", *(["tests/transformer", "tests/vision"] if gpu else [])]
     throughput = [python, "benchmarks/throughput.py", "--device", device]
     if gpu:
         throughput += ["--batches", "128", "512", "--rounds", "5", "--most-pixels", str(512 * 224 * 224)]
