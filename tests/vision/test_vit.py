@@ -563,3 +563,11 @@ def test_sizes_that_patches_do_not_divide_are_refused_at_run_time(size):
     model = create_vit("tiny_patch4_32", **OTHER, any_size=True)
     with pytest.raises(ValueError, match=r"images have shape .*is not a multiple of the patch"):
         model(torch.randn(2, 3, *size))
+
+
+@pytest.mark.parametrize("any_size", [False, True])
+@pytest.mark.parametrize("shape", [(3, 8, 12), (8, 12), (1, 2, 3, 8, 12), (2, 4, 8, 12)])
+def test_what_is_no_batch_of_images_is_refused_by_the_whole_model(shape, any_size):
+    model = create_vit("tiny_patch4_32", **OTHER, positions="rotary", any_size=any_size)
+    with pytest.raises(ValueError, match="images have shape"):
+        model(torch.randn(shape))

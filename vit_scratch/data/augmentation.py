@@ -1,8 +1,8 @@
 """Augmentation: of single images by torchvision, of whole batches on the device.
 
 A batch is augmented per sample: each image draws its own shift, flip and rectangle, and a few share their random
-operations. All draws come from torch's CPU
-generator inside `seeded`, so that they are a function of the seed, whatever the device and the number of workers.
+operations. All draws come from torch's CPU generator inside `seeded`, so that they are a function of the seed, whatever
+the device and the number of workers.
 Shapes: B batch, C channels.
 """
 

@@ -143,13 +143,14 @@ class VisionTransformer(nn.Module):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Images (B, C, height, width) -> encoded tokens (B, prefix + N, D)."""
+        x = self.embed(images)  # refuses images that are none
         rotation, grid = None, self.grid_of(images)
         if self.rotation_cos is not None:
             rotation = self.rotation_cos, self.rotation_sin
             if grid != self.grid:
                 head_dim = self.encoder.dim // self.encoder.heads
                 rotation = stretched_rotation(grid, self.grid, head_dim, self.num_prefix_tokens, images.device)
-        return self.encoder(self.embed(images), rotation=rotation)
+        return self.encoder(x, rotation=rotation)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Encoded tokens (B, prefix + N, D) -> logits (B, classes), or pooled features (B, D) with `pre_logits`."""
