@@ -560,7 +560,7 @@ def test_muon_trains_and_goes_on_to_the_same_bits(
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     budget = repr(1.4 * TRAINING * IMAGE)  # 15 updates, of which the last 4 are in a second epoch
     options = [*SMALL, "--train.warmup_epochs", "0.5", "--train.budget_pflop", budget, "--augment.mixup", "0.4"]
-    options += ["--train.optimizer", "muon", "--train.muon_lr", "0.02"]
+    options += ["--train.optimizer", "muon", "--train.muon_lr", "0.02", "--train.schedule", "linear"]
     assert run("train", *options, "--out", whole) == 0
     with monkeypatch.context() as patch:
         at_update(patch, 7, signal.SIGTERM)
@@ -571,6 +571,7 @@ def test_muon_trains_and_goes_on_to_the_same_bits(
         assert same_weights(whole / f"{name}.safetensors", broken / f"{name}.safetensors"), name
     assert rows(whole) == rows(broken)
     assert [r["update"] for r in rows(broken)] == [11, 15]
+    assert [r["lr"] for r in rows(broken)] == pytest.approx([1e-5 + (1e-3 - 1e-5) * 4 / 9, 1e-5])  # 6 of 15 warm up
     assert [r["pflop"] for r in rows(broken)] == pytest.approx([TRAINING * IMAGE, (TRAINING + 512) * IMAGE], rel=1e-12)
 
     state = torch.load(checkpoint.TrainingStates(whole / "states").paths()[0])["state"]

@@ -141,7 +141,9 @@ class TrainConfig:
     min_lr: float = 1e-5
     """Learning rate of the last update."""
     warmup_epochs: float = 5.0
-    """Epochs over which the learning rate rises from 0 to its peak; a cosine takes it down to min_lr."""
+    """Epochs over which the learning rate rises from 0 to its peak."""
+    schedule: Literal["cosine", "linear"] = "cosine"
+    """How the learning rate falls from its peak to min_lr: half a cosine, or a line."""
     weight_decay: float = 0.05
     """Decoupled weight decay of weight matrices; biases, norms, class token, registers and positions have none."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -335,7 +337,7 @@ class SequenceTrainConfig(TrainConfig):
     betas: tuple[float, float] = (0.9, 0.98)
     """Decay rates of AdamW's moments."""
     warmup_epochs: float = 1.0
-    """Epochs over which the learning rate rises from 0 to its peak; a cosine takes it down to min_lr."""
+    """Epochs over which the learning rate rises from 0 to its peak."""
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""

@@ -28,7 +28,7 @@ from vit_scratch.training.log import Row, RunLog
 from vit_scratch.training.loop import Adapt, Batches, Loss, Validate, fit
 from vit_scratch.training.optimizer import make_optimizers
 from vit_scratch.training.provenance import versions
-from vit_scratch.training.schedule import warmup_cosine
+from vit_scratch.training.schedule import SCHEDULES
 
 
 def open_run(config: Any, out: Path, resume: bool) -> TrainingStates:
@@ -138,7 +138,7 @@ def train_model(
             validate,
             optimizers,
             partial(
-                warmup_cosine,
+                SCHEDULES[train.schedule],
                 updates=updates,
                 warmup=round(train.warmup_epochs * updates_per_epoch),
                 peak=train.lr,
