@@ -203,9 +203,9 @@ class Slices:
     def __len__(self) -> int:
         return self.length
 
-    def shapes(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Those of a part."""
-        return islice(self.loader.shapes(), self.length)
+    def shapes(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Those of a whole epoch."""
+        return self.loader.shapes()
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Part number `epoch`, counted over all epochs, from its batch number `start` on."""
@@ -232,7 +232,9 @@ class Images:
             name: open_images(getattr(dataset, name), form, in_memory=True, skip_broken=False)[0]
             for name in ("train", "val", "test")
         }
-        mean, std = channel_statistics(parts["train"].images)
+        images = parts["train"].images
+        assert isinstance(images, Tensor)  # held in memory
+        mean, std = channel_statistics(images)
         return cls(parts, mean, std, form)
 
     def loader(self, part: str, batch_size: int, transform: Any, **options: Any) -> Loader:
@@ -255,7 +257,7 @@ def train_peer(peer: Peer, images: Images, budget: float, seed: int, out: Path, 
     loader = images.loader("train", 128, transform, sample_transform=peer.sample, seed=seed, device=device)
     loss = partial(smoothed_cross_entropy, 0.1)
     operations = ComputeCounter(model, loss)
-    updates = max(round(budget * PETA * len(loader) / operations.total(loader.shapes())), 2)
+    updates = max(round(budget * PETA / operations.mean(loader.shapes())), 2)
     slices = Slices(loader, max(updates // READINGS, 1))
     held_out = images.loader("val", 256, plain, device=device)
 
@@ -284,6 +286,7 @@ def train_peer(peer: Peer, images: Images, budget: float, seed: int, out: Path, 
         device=device,
         ema=None,
         operations=operations,
+        adapt=None,
         log=log,
         states=states,
         state=state,

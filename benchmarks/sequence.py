@@ -10,7 +10,8 @@ the same size where that is installed. Everything runs in one process, in turns;
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ class TorchTransformer(nn.Module):
         return self.head(x)
 
 
-def in_turns(candidates: dict[str, Callable[[], None]], rounds: int, device: torch.device) -> dict[str, float]:
+def in_turns(candidates: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
     """Median seconds of each candidate, run in turns after a first run that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds + 1):
@@ -111,7 +112,7 @@ def without_cache(model: Transformer, source: Tensor, length: int) -> Tensor:
     return tokens[:, 1:]
 
 
-def marian(config: SequenceConfig, vocabulary: int, device: torch.device) -> nn.Module | None:
+def marian(config: SequenceConfig, vocabulary: int, device: torch.device) -> Any:
     """The transformers library's encoder-decoder of the same size, None where it is not installed."""
     try:
         from transformers import MarianConfig, MarianMTModel
@@ -136,7 +137,8 @@ def marian(config: SequenceConfig, vocabulary: int, device: torch.device) -> nn.
         eos_token_id=2,
         forced_eos_token_id=None,
     )
-    return MarianMTModel(peer).to(device).eval()
+    model: nn.Module = MarianMTModel(peer)
+    return model.to(device).eval()
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit_scratch.transformer.attention import MultiHeadAttention
+from vit_scratch.transformer.attention import KeyValueCache, MultiHeadAttention
 from vit_scratch.transformer.decoder import Decoder, DecoderCache, DecoderLayer
 from vit_scratch.transformer.encoder import Encoder, EncoderLayer
 from vit_scratch.transformer.feed_forward import FeedForward
@@ -344,6 +344,71 @@ def test_an_encoder_hands_its_rotation_to_every_layer():
     for layer in encoder.layers:
         expected = layer(expected, rotation=rotation)
     torch.testing.assert_close(encoder(x, rotation=rotation), encoder.norm(expected))
+
+
+OF_SOME = {
+    "plain": {},
+    "masked": {},
+    "rotated": {},
+    "layer scale and normalised queries": dict(layer_scale=0.5, qk_norm=True),
+    "checkpointed": {},
+    "readable": {},
+}
+
+
+@NORM_ORDERS
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("case", OF_SOME)
+def test_the_first_outputs_are_those_of_a_whole_pass_in_values_and_gradients(norm_first, depth, case):
+    encoder = randomise(Encoder(DIM, depth, HEADS, norm_first=norm_first, **OF_SOME[case])).double()
+    encoder.gradient_checkpointing = case == "checkpointed"
+    for layer in encoder.layers:
+        layer.attention.fused = case != "readable"
+    mask = torch.rand(2, HEADS, LENGTH, LENGTH) > 0.4 if case == "masked" else None
+    rotation = tuple(t.double() for t in rotation_2d((2, 3), DIM // HEADS)) if case == "rotated" else None
+    for number in range(1, LENGTH + 1):
+        x = torch.randn(2, LENGTH, DIM, dtype=torch.float64)
+        results = []
+        for options in (dict(num_outputs=number), {}):
+            leaf = x.clone().requires_grad_()
+            output = encoder(leaf, mask=mask, rotation=rotation, **options)[:, :number]
+            (output * output.detach().cos()).sum().backward()
+            results.append([output.detach(), leaf.grad, *[p.grad for p in encoder.parameters()]])
+            encoder.zero_grad()
+        assert results[0][0].shape == (2, number, DIM)
+        for some, whole in zip(*results, strict=True):
+            torch.testing.assert_close(some, whole, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("shape", ["NS", "BS", "BNS", "B1S", "1NS", "BHNS", "BH1S", "B1NS", "11NS", "111S"])
+def test_a_mask_of_any_shape_keeps_its_meaning_for_the_first_outputs(shape):
+    sizes = {"B": 3, "H": HEADS, "N": LENGTH, "S": LENGTH, "1": 1}
+    mask, x = torch.rand([sizes[letter] for letter in shape]) > 0.4, torch.randn(3, LENGTH, DIM)
+    encoder, attention = randomise(Encoder(DIM, 2, HEADS)), randomise(MultiHeadAttention(DIM, HEADS))
+    for number in (1, 2, LENGTH):
+        some = encoder(x, mask=mask, num_outputs=number)
+        torch.testing.assert_close(some, encoder(x, mask=mask)[:, :number], rtol=1e-5, atol=1e-5)
+        some, weights = attention(x, mask=mask, num_queries=number, return_weights=True)
+        whole, all_weights = attention(x, mask=mask, return_weights=True)
+        torch.testing.assert_close(some, whole[:, :number], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(weights, all_weights[:, :, :number], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("number", [0, -1, LENGTH + 1])
+def test_a_number_of_outputs_that_there_are_not_is_refused(number):
+    x = torch.randn(2, LENGTH, DIM)
+    with pytest.raises(ValueError, match=rf"num_outputs={number} is out of range; x has {LENGTH} tokens"):
+        Encoder(DIM, 2, HEADS)(x, num_outputs=number)
+    with pytest.raises(ValueError, match=rf"num_queries={number} is out of range; x has {LENGTH} tokens"):
+        MultiHeadAttention(DIM, HEADS)(x, num_queries=number)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(causal=True), dict(cache=KeyValueCache()), dict(memory=torch.ones(2, 3, DIM))]
+)
+def test_the_first_queries_alone_know_no_order_and_no_memory(options):
+    with pytest.raises(ValueError, match="num_queries can't be used with a memory, a cache or causal"):
+        MultiHeadAttention(DIM, HEADS)(torch.randn(2, LENGTH, DIM), num_queries=1, **options)
 
 
 @pytest.mark.parametrize("build", [Encoder, Decoder])

@@ -376,8 +376,23 @@ def test_a_negative_number_of_registers_is_refused():
 def test_forward_is_the_head_of_the_features(pooling, positions, registers):
     model, images = build(pooling=pooling, positions=positions, registers=registers), random_images()
     features = model.forward_features(images)
-    assert torch.equal(model(images), model.forward_head(features))
+    logits = model(images)  # the last layer computes a class token only
+    torch.testing.assert_close(logits, model.forward_head(features), rtol=1e-6, atol=1e-6)
     assert torch.equal(model.forward_head(features), model.head(model.forward_head(features, pre_logits=True)))
+
+
+@pytest.mark.parametrize("registers", [0, 2])
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_the_last_layer_computes_only_the_tokens_that_the_head_reads(pooling, registers):
+    model, seen = build(pooling=pooling, registers=registers), []
+    for layer in model.encoder.layers:
+        layer.feed_forward.register_forward_hook(lambda m, args, output: seen.append(output.shape[1]))
+    tokens = model.num_prefix_tokens + model.grid[0] * model.grid[1]
+    model(random_images())
+    assert seen == [tokens] * (model.encoder.depth - 1) + [1 if pooling == "class" else tokens]
+    seen.clear()
+    model.forward_features(random_images())
+    assert seen == [tokens] * model.encoder.depth
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -386,7 +401,8 @@ def test_without_classes_the_output_is_the_pooled_features(pooling):
     features = model.forward_features(images)
     assert isinstance(model.get_classifier(), nn.Identity)
     assert not [name for name, _ in model.named_parameters() if name.startswith("head")]
-    assert torch.equal(model(images), features[:, 0] if pooling == "class" else features[:, 1:].mean(1))
+    pooled = features[:, 0] if pooling == "class" else features[:, 1:].mean(1)
+    torch.testing.assert_close(model(images), pooled, rtol=1e-6, atol=1e-6)
 
 
 def test_get_classifier_is_the_head_that_makes_the_logits():
@@ -407,7 +423,8 @@ def test_reset_classifier_makes_a_new_head_and_keeps_the_rest():
         model.reset_classifier(classes)
         assert model.num_classes == classes
         assert torch.equal(model.forward_head(model.forward_features(images), pre_logits=True), pooled)
-        assert torch.equal(model(images), pooled if classes == 0 else model.head(pooled))
+        expected = pooled if classes == 0 else model.head(pooled)
+        torch.testing.assert_close(model(images), expected, rtol=1e-6, atol=1e-6)
         assert model(images).shape == (2, classes or DIM)
     assert not torch.equal(model.head.weight, old.weight)
     assert (model.head.bias == 0).all()

@@ -27,8 +27,8 @@ def attention_maps(model: nn.Module, *inputs: Any) -> dict[str, Tensor]:
 
     def hook(name: str) -> Any:
         def collect(module: MultiHeadAttention, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            # Straight to forward: calling the module would come back here.
-            maps[name] = module.forward(*args, **kwargs | {"return_weights": True})[1]
+            # Straight to forward: calling the module would come back here. Weights of all tokens, whatever is read.
+            maps[name] = module.forward(*args, **kwargs | {"return_weights": True, "num_queries": None})[1]
 
         return collect
 

@@ -181,6 +181,7 @@ class MultiHeadAttention(nn.Module):
         causal: bool = False,
         rotation: Rotation | None = None,
         cache: KeyValueCache | None = None,
+        num_queries: int | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Let each token of `x` gather from `memory`, or from `x` itself where no memory is given.
@@ -193,15 +194,30 @@ class MultiHeadAttention(nn.Module):
             rotation: rotary positions of the N tokens, for self-attention only.
             cache: keys and values from step to step, for inference. In self-attention `x` holds the tokens that
                 follow those in the cache, and S counts them all. A memory is read in the first step only.
+            num_queries: let only the first so many tokens gather, for self-attention; they are the N tokens of the
+                result then, and see all. Mask and rotation are those of all tokens nonetheless.
             return_weights: also return the weights; this takes the readable path, the output stays the same.
 
         Returns:
             (B, N, D), and with `return_weights` the weights (B, H, N, S) beside it.
 
         Raises:
-            ValueError: a mask that `expand_mask` refuses, or `rotation` or `causal` together with a memory.
+            ValueError: a mask that `expand_mask` refuses, `rotation`, `causal` or `num_queries` together with a memory,
+                `num_queries` together with `causal` or a cache, or out of range.
         """
-        if memory is None:
+        if num_queries is not None and (memory is not None or causal or cache is not None):
+            raise ValueError("num_queries can't be used with a memory, a cache or causal")
+        tokens = x.shape[1]
+        if num_queries is not None and not 1 <= num_queries <= tokens:
+            raise ValueError(f"num_queries={num_queries} is out of range; x has {tokens} tokens, None is for all")
+        if num_queries is not None and num_queries < tokens:
+            query = linear(x[:, :num_queries], self.qkv.weight[: self.dim], self.qkv.bias[: self.dim])
+            query = self.query_norm(rearrange(query, "b n (h k) -> b h n k", h=self.heads))
+            key, value = self.keys_and_values(x)
+            if rotation is not None:
+                query = rotate(query, (rotation[0][:num_queries], rotation[1][:num_queries]))
+                key = rotate(key, rotation)
+        elif memory is None:
             query, key, value = rearrange(self.qkv(x), "b n (three h k) -> three b h n k", three=3, h=self.heads)
             query, key = self.query_norm(query), self.key_norm(key)
             if rotation is not None:
@@ -216,14 +232,13 @@ class MultiHeadAttention(nn.Module):
             if cache is not None and cache.length:
                 key, value = cache.contents()
             else:
-                projected = linear(memory, self.qkv.weight[self.dim :], self.qkv.bias[self.dim :])
-                key, value = rearrange(projected, "b s (two h k) -> two b h s k", two=2, h=self.heads)
-                key = self.key_norm(key)
+                key, value = self.keys_and_values(memory)
                 if cache is not None:
                     cache.append(key, value)
         queries, keys = query.shape[-2], key.shape[-2]
         if mask is not None:
-            mask = expand_mask(mask, x.shape[0], self.heads, queries, keys)
+            mask = expand_mask(mask, x.shape[0], self.heads, tokens, keys)
+            mask = mask[:, :, :queries] if mask.shape[2] > 1 else mask
         dropout = self.dropout if self.training else 0.0
         readable = return_weights or not self.fused
         if causal and (readable or mask is not None):
@@ -236,3 +251,9 @@ class MultiHeadAttention(nn.Module):
             output = fused_attention(query, key, value, mask, dropout, causal)
         output = self.out(rearrange(output, "b h n k -> b n (h k)"))
         return output if weights is None or not return_weights else (output, weights)
+
+    def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, S, D) -> keys and values, each (B, H, S, K)."""
+        projected = linear(memory, self.qkv.weight[self.dim :], self.qkv.bias[self.dim :])
+        key, value = rearrange(projected, "b s (two h k) -> two b h s k", two=2, h=self.heads)
+        return self.key_norm(key), value

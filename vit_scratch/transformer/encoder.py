@@ -53,13 +53,17 @@ class EncoderLayer(nn.Module):
         self.feed_forward = FeedForward(dim, hidden_dim, activation=activation, dropout=dropout)
         self.branch2 = residual_branch(dim, dropout, drop_path, layer_scale)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None) -> Tensor:
-        """(B, N, D) -> (B, N, D); mask and rotation as `Encoder.forward`."""
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None, num_outputs: int | None = None
+    ) -> Tensor:
+        """(B, N, D) -> (B, N, D), or only its first `num_outputs` tokens; mask and rotation as `Encoder.forward`."""
         if self.norm_first:
-            x = x + self.branch1(self.attention(self.norm1(x), mask=mask, rotation=rotation))
+            attended = self.attention(self.norm1(x), mask=mask, rotation=rotation, num_queries=num_outputs)
+            x = x[:, :num_outputs] + self.branch1(attended)
             x = x + self.branch2(self.feed_forward(self.norm2(x)))
         else:
-            x = self.norm1(x + self.branch1(self.attention(x, mask=mask, rotation=rotation)))
+            attended = self.attention(x, mask=mask, rotation=rotation, num_queries=num_outputs)
+            x = self.norm1(x[:, :num_outputs] + self.branch1(attended))
             x = self.norm2(x + self.branch2(self.feed_forward(x)))
         return x
 
@@ -123,28 +127,35 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=norm_eps) if norm_first else nn.Identity()
         initialise_layers(self)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None, num_outputs: int | None = None
+    ) -> Tensor:
         """Encode token vectors.
 
         Args:
             x: (B, N, D).
             mask: boolean, True means "may attend"; (N, N), (B, N) for padding, (B, N, N) or (B, H, N, N).
             rotation: rotary positions of the N tokens, applied to queries and keys in every layer.
+            num_outputs: return only the first so many tokens, at most N, and let the last layer compute no others:
+                a classifier that reads nothing but its class token needs a fifth less of a model with four layers.
 
         Returns:
-            (B, N, D).
+            (B, N, D), or (B, num_outputs, D).
 
         Raises:
-            ValueError: x of another width, or a mask that `expand_mask` refuses.
+            ValueError: x of another width, a mask that `expand_mask` refuses, or `num_outputs` out of range.
         """
         check_width(x, self.dim)
+        if num_outputs is not None and not 1 <= num_outputs <= x.shape[1]:
+            raise ValueError(f"num_outputs={num_outputs} is out of range; x has {x.shape[1]} tokens, None is for all")
         if mask is not None:
             mask = expand_mask(mask, x.shape[0], self.heads, x.shape[1], x.shape[1])
         for layer in self.layers:
+            outputs = num_outputs if layer is self.layers[-1] else None
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, mask, rotation, use_reentrant=False)
+                x = checkpoint(layer, x, mask, rotation, outputs, use_reentrant=False)
             else:
-                x = layer(x, mask, rotation)
+                x = layer(x, mask, rotation, outputs)
         return self.norm(x)
 
 

@@ -141,8 +141,8 @@ class VisionTransformer(nn.Module):
         height, width = self.patch_embedding.patch_size
         return images.shape[2] // height, images.shape[3] // width
 
-    def forward_features(self, images: Tensor) -> Tensor:
-        """Images (B, C, height, width) -> encoded tokens (B, prefix + N, D)."""
+    def forward_features(self, images: Tensor, num_outputs: int | None = None) -> Tensor:
+        """Images (B, C, height, width) -> encoded tokens (B, prefix + N, D), or the first `num_outputs` of them."""
         x = self.embed(images)  # refuses images that are none
         rotation, grid = None, self.grid_of(images)
         if self.rotation_cos is not None:
@@ -150,7 +150,7 @@ class VisionTransformer(nn.Module):
             if grid != self.grid:
                 head_dim = self.encoder.dim // self.encoder.heads
                 rotation = stretched_rotation(grid, self.grid, head_dim, self.num_prefix_tokens, images.device)
-        return self.encoder(x, rotation=rotation)
+        return self.encoder(x, rotation=rotation, num_outputs=num_outputs)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Encoded tokens (B, prefix + N, D) -> logits (B, classes), or pooled features (B, D) with `pre_logits`."""
@@ -158,8 +158,12 @@ class VisionTransformer(nn.Module):
         return x if pre_logits else self.head(x)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (B, C, height, width) -> logits (B, classes)."""
-        return self.forward_head(self.forward_features(images))
+        """Images (B, C, height, width) -> logits (B, classes).
+
+        For a class token these are those of all encoded tokens, but the last layer computes that one only: a ninth of
+        `tiny_patch4_32`.
+        """
+        return self.forward_head(self.forward_features(images, num_outputs=1 if self.pooling == "class" else None))
 
     # The contract of timm's models.
 
