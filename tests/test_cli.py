@@ -584,7 +584,7 @@ def test_muon_trains_and_goes_on_to_the_same_bits(
         {"average"},
     ]
     shapes = sorted(tuple(entry["average"].shape) for entry in of_muon["state"].values())
-    assert shapes == sorted(2 * [(48, 16), (16, 16), (64, 16), (16, 64)])
+    assert shapes == sorted(2 * [(48, 16), (16, 16), (64, 16), (16, 64)] + [(16, 16)])  # that of the patches, too
     assert [g["lr_ratio"] for g in of_muon["param_groups"]] == [20.0, 20.0]  # 0.02 / 0.001
     assert [g["lr"] for g in of_muon["param_groups"]] == pytest.approx([20e-5, 20e-5])  # after the last update
     capsys.readouterr()

@@ -133,7 +133,7 @@ class TrainConfig:
     accumulate: int = 1
     """Batches whose gradients make one update."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """AdamW for everything, or Muon for the matrices inside encoder and decoder and AdamW for the rest."""
+    """AdamW for everything, or Muon for the matrices of patch embedding, encoder and decoder and AdamW for the rest."""
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
     muon_lr: float = 0.01

@@ -271,6 +271,20 @@ def test_function_transforms_are_torchs(transform):
         torch.testing.assert_close(a, b, rtol=5e-5, atol=5e-5 * b.abs().max().item())
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("dual", SOME, ids=lambda s: "+".join(NAMES[i] for i in s))
+def test_tangents_of_dual_numbers_are_torchs(dual):
+    tangents = MANY_X[0], MANY_WEIGHTS[0], MANY_BIASES[0]
+    with torch.autograd.forward_ad.dual_level():
+        tensors = [
+            torch.autograd.forward_ad.make_dual(t, tangents[i]) if i in dual else t for i, t in enumerate(inputs())
+        ]
+        found, expected = (torch.autograd.forward_ad.unpack_dual(f(*tensors)) for f in (linear, F.linear))
+        assert_close(found.primal, expected.primal)
+        assert_close(found.tangent, expected.tangent)
+        assert found.tangent.abs().max() > 1e-3
+
+
 @needs_onednn
 @pytest.mark.parametrize("rows", ROWS)
 def test_onednn_computes_float32_on_the_cpu_and_the_gradient_of_its_input(rows):

@@ -381,6 +381,18 @@ def test_forward_is_the_head_of_the_features(pooling, positions, registers):
     assert torch.equal(model.forward_head(features), model.head(model.forward_head(features, pre_logits=True)))
 
 
+@COMBINATIONS
+def test_hidden_matrices_are_those_of_patches_and_encoder(pooling, positions, registers):
+    model = build(pooling=pooling, positions=positions, registers=registers)
+    found = model.hidden_matrices()
+    matrices = {n for n, p in model.named_parameters() if p.dim() == 2}
+    assert found.keys() == matrices - {"head.weight"}
+    assert "patch_embedding.projection.weight" in found
+    stacked = {n for n, count in found.items() if count == 3}
+    assert stacked == {n for n in found if n.endswith("qkv.weight")}
+    assert set(found.values()) == {1, 3}
+
+
 @pytest.mark.parametrize("registers", [0, 2])
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_the_last_layer_computes_only_the_tokens_that_the_head_reads(pooling, registers):

@@ -24,38 +24,29 @@ if ONEDNN:
 class _OneDNNLinear(torch.autograd.Function):
     """`linear` by oneDNN, and the gradient of its input, too; that of the weight is faster as MKL's product."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in), (out, in), (out,) -> (..., out)."""
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        """Keep what the backward pass needs."""
-        x, weight, _ = inputs
         ctx.save_for_backward(x, weight)
-        ctx.save_for_forward(x, weight)
+        return onednn(x, weight, bias)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(..., out) -> gradients of input, weight and bias, where they are needed."""
         x, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        product = linear if torch.is_grad_enabled() else onednn  # where the gradient is to be differentiated, too
+        rows = gradient.flatten(0, -2)
         return (
-            linear(gradient, weight.t()) if ctx.needs_input_grad[0] else None,
-            rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None,
-            rows.sum(0) if ctx.needs_input_grad[2] else None,
+            product(gradient, weight.t()) if of_x else None,
+            rows.t().mm(x.flatten(0, -2)) if of_weight else None,
+            rows.sum(0) if of_bias else None,
         )
 
-    @staticmethod
-    def jvp(ctx, x_tangent: Tensor | None, weight_tangent: Tensor | None, bias_tangent: Tensor | None) -> Tensor:
-        """Tangents of input, weight and bias, None for zero -> tangent of the output (..., out)."""
-        x, weight = ctx.saved_tensors
-        tangent = x.new_zeros(()) if x_tangent is None else F.linear(x_tangent, weight)
-        tangent = tangent if weight_tangent is None else tangent + F.linear(x, weight_tangent)
-        return tangent if bias_tangent is None else tangent + bias_tangent
+
+def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """oneDNN's product, which PyTorch can't differentiate."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -74,6 +65,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or not (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()))
         or torch.compiler.is_compiling()
         or torch.is_autocast_enabled("cpu")
+        or torch._C._are_functorch_transforms_active()  # vmap, jvp and the like
+        or torch.autograd.forward_ad._current_level >= 0
     ):
         return F.linear(x, weight, bias)
     return _OneDNNLinear.apply(x, weight, bias)

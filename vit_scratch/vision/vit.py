@@ -202,8 +202,8 @@ class VisionTransformer(nn.Module):
         return {"class_token", "register_tokens", "positions"}
 
     def hidden_matrices(self) -> dict[str, int]:
-        """Names of the weight matrices inside the encoder, and of how many stacked maps each consists."""
-        return {f"encoder.{name}": stacked for name, stacked in matrices(self.encoder).items()}
+        """Names of the weight matrices before the head, and of how many stacked maps each consists."""
+        return {name: stacked for name, stacked in matrices(self).items() if not name.startswith("head.")}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each encoder layer in the backward pass: less memory, about a third more time."""
