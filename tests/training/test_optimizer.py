@@ -386,8 +386,8 @@ ATTENTIONS = {"encoder": ["attention"], "decoder": ["self_attention", "cross_att
 
 
 def inner_matrices(model):
-    """Names of the matrices inside encoder and decoder and of how many maps they consist, by hand."""
-    found = {}
+    """Names of the matrices of patch embedding, encoder and decoder and of how many maps they consist, by hand."""
+    found = {"patch_embedding.projection.weight": 1} if hasattr(model, "patch_embedding") else {}
     for part, attentions in ATTENTIONS.items():
         for i in range(model.get_submodule(part).depth if hasattr(model, part) else 0):
             for attention in attentions:
@@ -421,7 +421,8 @@ def test_with_muon_every_parameter_is_in_one_group_of_one_optimizer(name):
         assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.03, 0.07, 0.95)
 
     decayed, rest = (set(g["names"]) for g in parameter_groups(model, 0.07))
-    assert set(in_groups[0]) == decayed - inner.keys() != set()
+    assert set(in_groups[0]) == decayed - inner.keys()
+    assert (in_groups[0] == []) == (name == "no head")
     assert set(in_groups[1]) == rest
     for group, decay in zip(first.param_groups, (0.07, 0.0), strict=True):
         assert (group["lr"], group["betas"], group["weight_decay"]) == (0.002, (0.8, 0.95), decay)
@@ -490,6 +491,7 @@ def test_with_muon_each_parameter_takes_the_steps_of_its_optimizer():
 def test_without_matrices_to_train_muon_is_left_out():
     model = create_vit("tiny_patch4_32", **SMALL)
     model.encoder.requires_grad_(False)
+    model.patch_embedding.requires_grad_(False)
     options = dict(muon_lr=0.01, lr=0.1, betas=(0.9, 0.999), weight_decay=0.0)
     assert [type(o) for o in make_optimizers(model, **options)] == [torch.optim.AdamW]
     assert [type(o) for o in make_optimizers(nn.Linear(3, 2), **options)] == [torch.optim.AdamW]
