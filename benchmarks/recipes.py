@@ -354,9 +354,9 @@ def table(folder: Path) -> str:
         ]
         for name in sorted(recipes, key=lambda n: -finals[n]):
             runs = recipes[name]
-            reached = [next((c for c, accuracy in r["curve"] if accuracy >= goal), None) for r in runs]
-            known = [c for c in reached if c is not None]
-            first = f"{statistics.mean(known):.4f}" if len(known) == len(runs) else "not reached"
+            readings = zip(*(r["curve"] for r in runs), strict=True)  # of all seeds at the same compute
+            curve = [[statistics.mean(values) for values in zip(*reading, strict=True)] for reading in readings]
+            first = next((f"{compute:.4f}" for compute, accuracy in curve if accuracy >= goal), "not reached")
             lines.append(
                 f"| {name} | {runs[0]['parameters']:,} | {runs[0]['images']:,} "
                 f"| {spread([r['val_accuracy'] for r in runs])} | {spread([r['test_accuracy'] for r in runs])} "
