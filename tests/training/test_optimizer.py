@@ -141,11 +141,20 @@ def test_orthogonalising_maps_singular_values_by_the_polynomial_five_times(shape
     np.testing.assert_allclose(found.double().numpy(), orthogonalised(matrices), rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("shape", [(4, 6), (3, 8), (8, 3)])
 @pytest.mark.parametrize("steps", [0, 1, 2, 7])
-def test_as_many_steps_as_asked_for(steps):
-    matrix = np.random.default_rng(1).normal(size=(4, 6))
+def test_as_many_steps_as_asked_for(steps, shape):
+    matrix = np.random.default_rng(1).normal(size=shape)
     found = orthogonalise(torch.from_numpy(matrix), steps).numpy()
     np.testing.assert_allclose(found, orthogonalised(matrix, steps), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 12), (8, 32), (32, 8)])
+def test_small_singular_values_keep_their_directions_in_single_precision(shape):
+    left, right = (np.linalg.qr(np.random.default_rng(6).normal(size=(n, n)))[0] for n in shape)
+    matrix = left[:, :8] * np.logspace(0, -3.5, 8) @ right[:, :8].T
+    found = orthogonalise(torch.from_numpy(matrix).float()).double().numpy()
+    np.testing.assert_allclose(found, orthogonalised(matrix), rtol=0, atol=2e-3)
 
 
 def test_orthogonalising_does_not_depend_on_the_scale_and_commutes_with_transposing_and_sign():
