@@ -77,6 +77,7 @@ def main() -> None:
         train += ["--train.compile", "true"]
     else:
         train += ["--train.budget_pflop", "1e-4", "--train.warmup_epochs", "0"]
+        train += ["--model.dim", "32", "--model.depth", "2", "--model.heads", "4"]
     parts = {
         "tests": ([python, "-m", "pytest", "-q", *tests], 0.25),
         "throughput_eager": ([*throughput, "--out", str(out / "throughput_eager.json")], 0.35),

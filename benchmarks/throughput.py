@@ -195,14 +195,21 @@ class Processes:
             process.join()
 
 
-def operations(size: int, mode: str) -> int:
-    """Floating-point operations of a step per image, for our model; the others have the same configuration."""
+def operations(name: str, size: int, mode: str) -> int:
+    """Floating-point operations of a step per image.
+
+    Counted on our model. It computes nothing of its last layer but the class token, the others all tokens.
+    """
     import torch
     import torch.nn.functional as F
 
     from vit_scratch.training.compute import ComputeCounter
 
-    counter = ComputeCounter(build("ours", size), lambda model, x, y: F.cross_entropy(model(x), y))
+    def loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = model(x) if name == "ours" else model.forward_head(model.forward_features(x))
+        return F.cross_entropy(logits, y)
+
+    counter = ComputeCounter(build("ours", size), loss)
     training = counter(torch.empty(1, 3, size, size, device="meta"), torch.empty(1, dtype=torch.long, device="meta"))
     return training if mode == "training" else training // 3
 
@@ -240,6 +247,29 @@ def measure(
     return {"size": size, "batch": batch, "mode": mode, "compiled": compiled, "rounds": rounds, "results": results}
 
 
+def table(cells: list[dict[str, Any]]) -> str:
+    """All cells in Markdown: images per second, share of peak and memory of ours, and its speed over each other one."""
+    others = [name for name in cells[0]["results"] if name != "ours"]
+    lines = [
+        "| pixels, step, batch | images/s | share of peak | MiB | " + " | ".join(f"over {n}" for n in others) + " |",
+        "|---" * (4 + len(others)) + "|",
+    ]
+    for cell in cells:
+        ours = cell["results"]["ours"]
+        ratios = []
+        for name in others:
+            r = cell["results"][name]
+            ratios.append(
+                "-" if "error" in r else f"{r['time_over_ours']:.2f} ({r['range'][0]:.2f} to {r['range'][1]:.2f})"
+            )
+        kind = f"{cell['size']}, {cell['mode']}{', compiled' if cell['compiled'] else ''}, {cell['batch']}"
+        lines.append(
+            f"| {kind} | {ours['images_per_second']:.0f} | {100 * ours['share_of_peak']:.0f} % "
+            f"| {ours['memory_mib']:.0f} | {' | '.join(ratios)} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure all cells, print them as they come, and write them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -255,13 +285,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     values = parser.parse_args()
 
+    import torch
+
+    from vit_scratch.training.device import device_name
     from vit_scratch.training.provenance import versions
 
     names = ["ours", *[n for n in values.contestants if n != "ours"]]
     processes = Processes(["ours"], values.device, values.threads)
     peak = processes.ask("ours", "peak")
     processes.close()
-    print(f"{versions()}\n{values.device}, matrix products reach {peak / 1e9:.0f} GFLOP/s\n", flush=True)
+    device = device_name(torch.device(values.device))
+    print(f"{versions()}\n{device}, matrix products reach {peak / 1e9:.0f} GFLOP/s\n", flush=True)
     cells = []
     for size in values.sizes:
         for mode in values.modes:
@@ -276,7 +310,7 @@ def main() -> None:
                     if "error" in r:
                         print(f"  {name:<20} {r['error']}")
                         continue
-                    share = r["images_per_second"] * operations(size, mode) / peak
+                    share = r["images_per_second"] * operations(name, size, mode) / peak
                     r["share_of_peak"] = share
                     print(
                         f"  {name:<20} {r['images_per_second']:7.1f} images/s   ours is {r['time_over_ours']:.2f} x "
@@ -284,8 +318,9 @@ def main() -> None:
                         f"{r['memory_mib']:6.0f} MiB"
                     )
                 print(flush=True)
+    print(table(cells))
     if values.out:
-        content = {"versions": versions(), "device": values.device, "peak": peak, "cells": cells}
+        content = {"versions": versions(), "device": device, "peak": peak, "cells": cells}
         values.out.write_text(json.dumps(content, indent=1) + "\n")
 
 
