@@ -70,7 +70,7 @@ def main() -> None:
     if gpu:
         throughput += ["--batches", "128", "512", "--rounds", "5", "--most-pixels", str(512 * 224 * 224)]
     else:
-        throughput += ["--sizes", "32", "--batches", "2", "--rounds", "1"]
+        throughput += ["--sizes", "32", "--batches", "2", "--rounds", "1", "--contestants", "ours", "timm"]
     train = [python, "train.py", "--config", str(values.config.resolve()), "--device", device]
     train += ["--data.kind", values.kind, "--data.root", values.root, "--out", str(out / "run")]
     if gpu:
