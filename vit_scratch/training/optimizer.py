@@ -87,11 +87,10 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x  # the products below are those of the shorter side
-    square = x @ x.mT
     if 2 * x.shape[-2] <= x.shape[-1] and x.dtype in (torch.float32, torch.float64):
         # The same steps on X X^T alone, where it is much smaller than X: with X' = P X, X' X'^T is P (X X^T) P. It
         # squares the singular values, which takes more digits than half precision has.
-        product = None
+        square, product = x @ x.mT, None
         for step in range(steps):
             p = torch.baddbmm(square, square, square, beta=b, alpha=c)
             p.diagonal(dim1=-2, dim2=-1).add_(a)
@@ -99,8 +98,8 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
             square = p @ square @ p if step < steps - 1 else square
         x = x if product is None else product @ x
     else:
-        for step in range(steps):
-            square = x @ x.mT if step else square
+        for _ in range(steps):
+            square = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).reshape(matrices.shape)
 

@@ -160,8 +160,8 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, height, width) -> logits (B, classes).
 
-        For a class token these are those of all encoded tokens, but the last layer computes that one only: a ninth of
-        `tiny_patch4_32`.
+        For a class token these are those of all encoded tokens, but the last layer computes that one only, which saves
+        a tenth of the operations of `tiny_patch4_32`.
         """
         return self.forward_head(self.forward_features(images, num_outputs=1 if self.pooling == "class" else None))
 
