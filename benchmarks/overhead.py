@@ -23,7 +23,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from vit_scratch.config import read_config
+from vit_scratch import cli
 from vit_scratch.tasks import classification, run
 from vit_scratch.training.optimizer import Muon
 from vit_scratch.training.provenance import versions
@@ -71,11 +71,6 @@ def main() -> None:
     if not options or "--help" in options:
         print(__doc__)
         return
-    at = options.index("--config") if "--config" in options else None
-    path = "configs/cifar10_cpu.yaml" if at is None else options[at + 1]
-    overrides = options if at is None else options[:at] + options[at + 2 :]
-    config = read_config(path, [*overrides, "--device", "cpu"])
-
     total = Stopwatch()
     inside = Stopwatch(during=total)
     functions: list[tuple[Any, str, Stopwatch, str]] = [
@@ -90,7 +85,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         for owner, name, watch, part in functions:
             stack.enter_context(patch.object(owner, name, watch.timed(part, getattr(owner, name))))
-        classification.train(config, Path(folder) / "run")
+        status = cli.main(["train", *options, "--device", "cpu", "--out", str(Path(folder) / "run")])
+    if status:
+        sys.exit(status)
     seconds = total.seconds["total"]
     outside = seconds - sum(inside.seconds.values())
     print(f"{versions()}\n{' '.join(options)}\n{torch.get_num_threads()} threads, {seconds:.1f} s of training")
