@@ -52,6 +52,10 @@ class ModelConfig:
     """What the classifier reads: the class token, or the mean of the patches."""
     registers: int | None = None
     """Number of register tokens."""
+    stem: Literal["patch", "convolution"] | None = None
+    """What makes tokens of pixels: one linear map of each patch, or a few convolutions."""
+    feed_forward_kernel: int | None = None
+    """Side, in patches, of a convolution inside each feed-forward network, with pooling mean; null for none."""
     positions: Literal["learned", "sinusoidal", "rotary"] | None = None
     """How tokens know where they are: learned vectors, fixed 2-D sinusoids, or rotary 2-D."""
     local_attention: float | None = None

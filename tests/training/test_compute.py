@@ -50,14 +50,18 @@ def feed_forward_by_hand(length, dim, hidden):
     return products(length, dim, hidden) + products(length, hidden, dim)
 
 
-def vit_by_hand(*, channels, height, width, patch, prefix, dim, depth, hidden, classes, pooling):
+def vit_by_hand(*, channels, height, width, patch, prefix, dim, depth, hidden, classes, pooling, stem=False, kernel=0):
     """Of one image's forward pass; a class token is all that the last layer computes."""
     patches = (height // patch[0]) * (width // patch[1])
     length = prefix + patches
     read = 1 if pooling == "class" else length
     layer = attention_by_hand(length, length, dim) + feed_forward_by_hand(length, dim, hidden)
     last = attention_by_hand(read, length, dim) + feed_forward_by_hand(read, dim, hidden)
+    layer, last = (n + products(patches, kernel**2, hidden) for n in (layer, last))  # each channel by itself
     embedding = products(patches, channels * patch[0] * patch[1], dim)
+    if stem:  # for patches of 4: a quarter of the width at full size, a half there, all of it at half the size
+        embedding = products(height * width, 9 * channels, dim // 4) + products(height * width, 9 * dim // 4, dim // 2)
+        embedding += products(height * width // 4, 9 * dim // 2, dim) + products(patches, dim, dim)
     return embedding + (depth - 1) * layer + last + products(1, dim, classes)
 
 
@@ -82,6 +86,8 @@ VITS = {
     "a head for each two": (dict(heads=8), {}),
     "norms and factors": (dict(qk_norm=True, layer_scale=1e-4), {}),
     "no head": (dict(num_classes=0), dict(classes=0)),
+    "convolutional stem": (dict(stem="convolution", pooling="mean"), dict(prefix=0, stem=True)),
+    "convolutions between": (dict(feed_forward_kernel=3, pooling="mean", registers=2), dict(prefix=2, kernel=3)),
     "dropout": (dict(dropout=0.3, drop_path=0.5), {}),
 }
 

@@ -11,6 +11,7 @@ from vit_scratch.training.optimizer import Muon, adamw, make_optimizers, orthogo
 from vit_scratch.transformer.decoder import Decoder
 from vit_scratch.transformer.encoder import Encoder
 from vit_scratch.transformer.transformer import Transformer
+from vit_scratch.vision.patch_embedding import ConvolutionalStem
 from vit_scratch.vision.vit import create_vit
 
 SMALL = dict(image_size=8, dim=16, depth=2, heads=2, num_classes=3)
@@ -21,6 +22,7 @@ VARIANTS = {
     "sinusoidal": dict(positions="sinusoidal", registers=1),
     "rotary": dict(positions="rotary", pooling="mean"),
     "no head": dict(num_classes=0),
+    "convolutions": dict(stem="convolution", feed_forward_kernel=3, pooling="mean"),
 }
 
 
@@ -218,9 +220,9 @@ class Recurrence:
         self.average = self.momentum * self.average + (1 - self.momentum) * gradient
         update = self.momentum * self.average + (1 - self.momentum) * gradient
         parts = np.split(update, self.stacked)
-        rows, columns = parts[0].shape
+        rows, columns = parts[0].reshape(len(parts[0]), -1).shape  # a kernel's row is all that makes one channel
         factor = np.sqrt(max(1, rows / columns))
-        direction = np.concatenate([orthogonalised(part) for part in parts])
+        direction = np.concatenate([orthogonalised(part.reshape(rows, columns)).reshape(part.shape) for part in parts])
         self.weight = (1 - self.lr * self.weight_decay) * self.weight - self.lr * factor * direction
 
 
@@ -228,7 +230,16 @@ def parameter(*shape, seed=0, dtype=torch.float64):
     return nn.Parameter(torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).to(dtype))
 
 
-MUON_SHAPES = [((4, 7), 1), ((9, 4), 1), ((5, 5), 1), ((12, 4), 3), ((6, 5), 3), ((24, 4), 2)]
+MUON_SHAPES = [
+    ((4, 7), 1),
+    ((9, 4), 1),
+    ((5, 5), 1),
+    ((12, 4), 3),
+    ((6, 5), 3),
+    ((24, 4), 2),
+    ((6, 2, 3, 3), 1),
+    ((8, 3, 1, 2), 2),
+]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-4)])
@@ -343,7 +354,7 @@ def test_a_gradient_of_zeros_only_decays():
 
 
 @pytest.mark.parametrize(
-    ("shape", "stacked"), [((4,), 1), ((), 1), ((2, 3, 4), 1), ((4, 3, 2, 2), 2), ((4, 6), 3), ((2, 6), 4)], ids=str
+    ("shape", "stacked"), [((4,), 1), ((), 1), ((4, 3, 2, 2), 3), ((4, 6), 3), ((2, 6), 4)], ids=str
 )
 def test_muon_refuses_what_is_no_matrix_or_not_made_of_so_many(shape, stacked):
     good = parameter(6, 3)
@@ -397,6 +408,8 @@ ATTENTIONS = {"encoder": ["attention"], "decoder": ["self_attention", "cross_att
 def inner_matrices(model):
     """Names of the matrices of patch embedding, encoder and decoder and of how many maps they consist, by hand."""
     found = {"patch_embedding.projection.weight": 1} if hasattr(model, "patch_embedding") else {}
+    if isinstance(getattr(model, "patch_embedding", None), ConvolutionalStem):
+        found |= {f"patch_embedding.blocks.{i}.convolution.weight": 1 for i in range(3)}
     for part, attentions in ATTENTIONS.items():
         for i in range(model.get_submodule(part).depth if hasattr(model, part) else 0):
             for attention in attentions:

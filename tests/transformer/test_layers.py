@@ -12,7 +12,7 @@ from torch import nn
 from vit_scratch.transformer.attention import KeyValueCache, MultiHeadAttention
 from vit_scratch.transformer.decoder import Decoder, DecoderCache, DecoderLayer
 from vit_scratch.transformer.encoder import Encoder, EncoderLayer
-from vit_scratch.transformer.feed_forward import FeedForward
+from vit_scratch.transformer.feed_forward import FeedForward, PatchConvolution
 from vit_scratch.transformer.positions import rotation_2d, sinusoids
 from vit_scratch.transformer.residual import Dropout, DropPath, LayerScale, drop_elements, residual_branch
 from vit_scratch.transformer.transformer import TokenEmbedding, Transformer
@@ -244,6 +244,112 @@ def test_feed_forward_equals_its_formula(activation):
             u = b1[hidden] + sum(w1[hidden][k] * x[b, n, k].item() for k in range(3))
             total += w2[d][hidden] * (max(u, 0) if activation == "relu" else u * 0.5 * (1 + math.erf(u / math.sqrt(2))))
         assert output[b, n, d].item() == pytest.approx(total, abs=1e-5)
+
+
+def hand_convolution(module, x, grid):
+    """Patch by patch; tokens in front of the grid stay as they are, and outside of it there are zeros."""
+    (rows, columns), kernel = grid, module.depthwise.weight[:, 0]  # (F, side, side)
+    half, output = kernel.shape[-1] // 2, x.clone()
+    prefix = x.shape[1] - rows * columns
+    for r, c in itertools.product(range(rows), range(columns)):
+        total = module.depthwise.bias.expand(len(x), -1)
+        for down, right in itertools.product(range(-half, half + 1), repeat=2):
+            if 0 <= r + down < rows and 0 <= c + right < columns:
+                neighbour = x[:, prefix + (r + down) * columns + c + right]
+                total = total + kernel[:, half + down, half + right] * neighbour
+        output[:, prefix + r * columns + c] = total
+    return output
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 3])
+@pytest.mark.parametrize("grid", [(1, 1), (2, 3), (4, 1), (5, 6)])
+@pytest.mark.parametrize("side", [1, 3, 5])
+def test_a_patch_convolution_equals_its_formula_in_values_and_gradients(side, grid, prefix):
+    module = randomise(PatchConvolution(4, side)).double()
+    x = torch.randn(2, prefix + grid[0] * grid[1], 4, dtype=torch.float64, requires_grad=True)
+    before = x.detach().clone()
+    results = []
+    for output in (module(x, grid), hand_convolution(module, x, grid)):
+        loss = (output * output.detach().cos()).sum()
+        results.append([output, *torch.autograd.grad(loss, [x, *module.parameters()])])
+    for ours, by_hand in zip(*results, strict=True):
+        torch.testing.assert_close(ours, by_hand)
+    assert torch.equal(x, before)
+
+
+@NORM_ORDERS
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_an_encoder_with_convolutions_equals_its_formula(norm_first, prefix):
+    encoder, grid = randomise(Encoder(DIM, 2, HEADS, norm_first=norm_first, feed_forward_kernel=3)), (2, 3)
+    x = torch.randn(2, prefix + 6, DIM)
+    output, expected = encoder(x, grid=grid), x
+    for layer in encoder.layers:
+        ff = layer.feed_forward
+        convolved = nn.Sequential(
+            ff.linear1, Convolved(ff.convolution, grid), nn.GELU(), ff.linear2
+        )  # the layer's own maps, so that a wrong order would show
+        if norm_first:
+            n = hand_norm(layer.norm1, expected)
+            expected = expected + hand_attention(layer.attention, n, n, None)
+            expected = expected + convolved(hand_norm(layer.norm2, expected))
+        else:
+            expected = hand_norm(layer.norm1, expected + hand_attention(layer.attention, expected, expected, None))
+            expected = hand_norm(layer.norm2, expected + convolved(expected))
+    torch.testing.assert_close(output, encoder.norm(expected), atol=1e-4, rtol=1e-4)
+
+
+class Convolved(nn.Module):
+    """`hand_convolution` as a module."""
+
+    def __init__(self, module, grid):
+        super().__init__()
+        self.module, self.grid = module, grid
+
+    def forward(self, x):
+        return hand_convolution(self.module, x, self.grid)
+
+
+def test_convolutions_are_the_identity_at_first_but_for_noise():
+    encoder = Encoder(64, 2, 4, feed_forward_kernel=3)
+    plain = Encoder(64, 2, 4)
+    plain.load_state_dict({n: t for n, t in encoder.state_dict().items() if ".depthwise." not in n})
+    for layer in encoder.layers:
+        noise = layer.feed_forward.convolution.depthwise.weight - F.pad(torch.ones(1, 1), (1, 1, 1, 1))
+        assert noise.std().item() == pytest.approx(0.02, rel=0.1)
+        assert abs(noise.mean().item()) < 0.002
+        assert noise.abs().max() < 0.12
+        assert (layer.feed_forward.convolution.depthwise.bias == 0).all()
+        with torch.no_grad():
+            layer.feed_forward.convolution.depthwise.weight -= noise
+    x = torch.randn(2, 1 + 3 * 4, 64)
+    torch.testing.assert_close(encoder(x, grid=(3, 4)), plain(x))
+
+
+@pytest.mark.parametrize("side", [0, -3, 2, 4])
+def test_a_kernel_without_a_middle_is_refused(side):
+    for name, build in (
+        ("feed_forward_kernel", lambda: Encoder(DIM, 1, HEADS, feed_forward_kernel=side)),
+        ("kernel_size", lambda: FeedForward(DIM, kernel_size=side)),
+    ):
+        with pytest.raises(
+            ValueError, match=f"^{name}={side} is not the side of a kernel with a middle; it must be odd"
+        ):
+            build()
+
+
+@pytest.mark.parametrize("grid", [None, (2, 4), (7, 1)])
+def test_convolutions_without_their_grid_are_refused(grid):
+    encoder = Encoder(DIM, 1, HEADS, feed_forward_kernel=3)
+    with pytest.raises(
+        ValueError, match=r"grid=.* does not describe the patches among 6 tokens, .*feed_forward_kernel=3"
+    ):
+        encoder(torch.randn(2, LENGTH, DIM), grid=grid)
+
+
+def test_convolutions_need_all_tokens_in_the_last_layer():
+    encoder = Encoder(DIM, 2, HEADS, feed_forward_kernel=3)
+    with pytest.raises(ValueError, match="num_outputs=1 leaves out patches over which feed_forward_kernel=3 convolves"):
+        encoder(torch.randn(2, LENGTH, DIM), grid=(2, 3), num_outputs=1)
 
 
 def test_feed_forward_drops_hidden_units_in_training_only():
@@ -495,7 +601,9 @@ def check_gradients(model):
             assert parameter.grad.abs().max() > 1e-6, name
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.2, "drop_path": 0.4}, {"norm_first": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout": 0.2, "drop_path": 0.4}, {"norm_first": False}, {"feed_forward_kernel": 3}]
+)
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradient_checkpointing_changes_neither_output_nor_gradients(options, masked):
     encoder = Encoder(DIM, 3, HEADS, **options).train()
@@ -505,7 +613,7 @@ def test_gradient_checkpointing_changes_neither_output_nor_gradients(options, ma
         encoder.gradient_checkpointing = enable
         torch.manual_seed(1)
         x = torch.randn(2, LENGTH, DIM, requires_grad=True)
-        output = encoder(x, mask, rotation)
+        output = encoder(x, mask, rotation, grid=(2, 3))
         results.append([output.detach(), *gradients(encoder, (output * output.detach().cos()).sum(), x)])
     for plain, checkpointed in zip(*results, strict=True):
         torch.testing.assert_close(plain, checkpointed, atol=1e-6, rtol=1e-5)

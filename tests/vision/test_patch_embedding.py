@@ -1,4 +1,4 @@
-"""Patch embedding: against a strided convolution and patches cut out by hand; sizes that do not fit."""
+"""Patch embedding and convolutional stem against the same by hand; sizes that do not fit."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vit_scratch.vision.patch_embedding import PatchEmbedding, as_pair
+from vit_scratch.vision.patch_embedding import ConvolutionalStem, PatchEmbedding, as_pair
 
 SIZES = pytest.mark.parametrize(
     ("image_size", "patch_size", "channels", "grid"),
@@ -77,6 +77,60 @@ def test_images_are_unchanged_and_leaves_get_gradients():
     embedding(images).sum().backward()
     assert torch.equal(images, before)
     assert (images.grad != 0).all()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("size", [(8, 8), (16, 24)])
+@pytest.mark.parametrize(("patch", "channels", "dim"), [(1, 2, 6), (2, 1, 6), (4, 3, 12), (8, 3, 8)])
+def test_a_convolutional_stem_equals_its_formula(patch, channels, dim, size, training):
+    stem = ConvolutionalStem(8, patch, channels, dim, any_size=True).train(training)
+    for name, tensor in stem.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.uniform_(0.5, 1.5) if "running_var" in name else tensor.normal_(0.1, 0.5)
+    images = torch.randn(3, channels, *size)
+    before, x, width = images.clone(), images, dim // patch
+    kernels = [m for m in stem.modules() if isinstance(m, torch.nn.Conv2d)]
+    norms = [m for m in stem.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    assert len(kernels) == len(norms) == patch.bit_length()
+    expected_statistics = []
+    for i, (kernel, norm) in enumerate(zip(kernels, norms, strict=True)):
+        x = F.conv2d(x, kernel.weight, padding=1)
+        assert x.shape[1] == width * 2**i
+        if i:
+            rows, columns = x.shape[2] // 2, x.shape[3] // 2
+            x = x.view(3, -1, rows, 2, columns, 2).amax(dim=(3, 5))
+        if training:
+            mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=False)
+            expected_statistics.append(0.9 * norm.running_mean + 0.1 * mean.detach())
+        else:
+            mean, variance = norm.running_mean, norm.running_var
+            expected_statistics.append(mean)
+        x = (x - mean[:, None, None]) / (variance[:, None, None] + 1e-5).sqrt()
+        x = F.gelu(x * norm.weight[:, None, None] + norm.bias[:, None, None])
+    expected = x.flatten(2).mT @ stem.projection.weight.T + stem.projection.bias
+    output = stem(images)
+    assert output.shape == (3, size[0] * size[1] // patch**2, dim)
+    torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+    for norm, statistic in zip(norms, expected_statistics, strict=True):
+        torch.testing.assert_close(norm.running_mean, statistic, atol=1e-5, rtol=1e-5)
+    assert torch.equal(images, before)
+
+
+@pytest.mark.parametrize("patch", [3, 6, (2, 4), (4, 2)])
+def test_a_patch_that_halving_does_not_reach_is_refused(patch):
+    with pytest.raises(ValueError, match="patch_size=.* can't be reached by halving; .* needs a power of two"):
+        ConvolutionalStem(24, patch, 3, 12)
+
+
+def test_a_width_that_the_stem_can_not_halve_is_refused():
+    with pytest.raises(ValueError, match="dim=10 is not a multiple of patch_size=4"):
+        ConvolutionalStem(8, 4, 3, 10)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 8, 8), (2, 3, 8, 12), (3, 8, 8)])
+def test_a_stem_refuses_the_images_that_a_patch_embedding_refuses(shape):
+    with pytest.raises(ValueError, match="images have shape .*; this model takes"):
+        ConvolutionalStem(8, 4, 3, 8)(torch.zeros(shape))
 
 
 @pytest.mark.parametrize(

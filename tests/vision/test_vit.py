@@ -15,6 +15,7 @@ from vit_scratch.vision.vit import (
     POOLINGS,
     POSITIONS,
     PRESETS,
+    STEMS,
     VisionTransformer,
     create_vit,
     resize_positions,
@@ -124,6 +125,42 @@ def test_features_are_the_encoded_tokens_and_logits_read_the_class_token_or_the_
     pooled = features[:, 0] if pooling == "class" else sum(features[:, registers + n] for n in range(6)) / 6
     torch.testing.assert_close(model.forward_head(features, pre_logits=True), pooled)
     torch.testing.assert_close(model(images), pooled @ model.head.weight.T + model.head.bias)
+
+
+@pytest.mark.parametrize("registers", [0, 2])
+@pytest.mark.parametrize("size", [(8, 12), (12, 8), (4, 20)])
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_model_with_convolutions_hands_its_encoder_the_grid_of_the_images(stem, size, registers):
+    model = build(
+        encoder_options=dict(feed_forward_kernel=3),
+        stem=stem,
+        pooling="mean",
+        positions="sinusoidal",
+        registers=registers,
+        any_size=True,
+    )
+    images, grid = torch.randn(2, 3, *size), (size[0] // 4, size[1] // 4)
+    assert type(model.patch_embedding) is STEMS[stem]
+    expected = model.encoder(model.embed(images), grid=grid)[:, registers:].mean(1) @ model.head.weight.T
+    torch.testing.assert_close(model(images), expected + model.head.bias)
+    if grid[0] > 1:
+        flat = model.encoder(model.embed(images), grid=(1, grid[0] * grid[1]))
+        assert not torch.allclose(flat, model.forward_features(images), atol=1e-3)
+
+
+def test_a_class_token_that_convolutions_would_pass_by_is_refused():
+    with pytest.raises(ValueError, match="feed_forward_kernel=3 convolves over patches only.*set pooling='mean'"):
+        build(encoder_options=dict(feed_forward_kernel=3))
+
+
+def test_convolutions_train_every_parameter_and_count_as_hidden_matrices_unless_depthwise():
+    model = build(encoder_options=dict(feed_forward_kernel=3), stem="convolution", pooling="mean")
+    model(random_images()).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.abs().max() > 0, name
+    names = {n for n, p in model.named_parameters() if p.dim() in (2, 4) and "depthwise" not in n}
+    assert model.hidden_matrices().keys() == names - {"head.weight"}
+    assert {"patch_embedding.blocks.0.convolution.weight", "patch_embedding.projection.weight"} < names
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -298,10 +335,13 @@ def test_every_kind_of_positions_runs_on_the_meta_device(positions, pooling):
     assert model(images).is_meta
 
 
-@pytest.mark.parametrize("name", ["image_size", "pooling", "positions", "registers", "num_classes", "in_channels"])
+@pytest.mark.parametrize(
+    "name", ["image_size", "stem", "pooling", "positions", "registers", "num_classes", "in_channels"]
+)
 def test_create_vit_hands_every_override_to_the_model(name):
     value, seen = {
         "image_size": ((8, 12), lambda m: m.patch_embedding.image_size),
+        "stem": ("convolution", lambda m: {cls: name for name, cls in STEMS.items()}[type(m.patch_embedding)]),
         "pooling": ("mean", lambda m: m.pooling),
         "positions": ("rotary", lambda m: "rotary" if m.rotation_cos is not None else None),
         "registers": (3, lambda m: m.register_tokens.shape[1]),
@@ -499,6 +539,15 @@ def test_first_weights_follow_the_documented_table():
         assert (bias == 0).all()
     model.reset_classifier(300)
     assert model.head.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_the_first_weights_of_a_convolutional_stem_follow_the_documented_table():
+    stem = VisionTransformer(Encoder(256, 1, 4), image_size=32, patch_size=4, stem="convolution").patch_embedding
+    kernels = [m.weight for m in stem.modules() if isinstance(m, nn.Conv2d)]
+    assert [tuple(k.shape) for k in kernels] == [(64, 3, 3, 3), (128, 64, 3, 3), (256, 128, 3, 3)]
+    for kernel in kernels:
+        assert kernel.std().item() == pytest.approx((9 * kernel.shape[1]) ** -0.5, rel=0.05)
+    assert stem.projection.weight.std().item() == pytest.approx(256**-0.5, rel=0.05)
 
 
 def test_patches_of_unit_variance_become_tokens_of_unit_variance():

@@ -115,7 +115,8 @@ class Muon(torch.optim.Optimizer):
     the bfloat16 of torch.optim.Muon, and in bfloat16 elsewhere.
 
     Args:
-        params: matrices (rows, columns), or groups of them. A group's `stacked` says of how many matrices, one above
+        params: matrices (rows, columns), or groups of them; kernels of convolutions (rows, ...) count as matrices whose
+            columns are all their other dimensions. A group's `stacked` says of how many matrices, one above
             the other, each of its parameters consists; they are orthogonalised apart.
         lr: learning rate, the size of an update's singular values.
         momentum: decay of the running average M.
@@ -129,7 +130,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, stacked=1))
         for group in self.param_groups:
             for p in group["params"]:
-                if p.dim() != 2 or p.shape[0] % group["stacked"]:
+                if p.dim() < 2 or p.shape[0] % group["stacked"]:
                     raise ValueError(
                         f"a parameter of shape {tuple(p.shape)} is not {group['stacked']} stacked matrices, "
                         "which Muon takes; give it to AdamW"
@@ -148,10 +149,11 @@ class Muon(torch.optim.Optimizer):
                 average.lerp_(p.grad, 1 - group["momentum"])
                 update = p.grad.lerp(average, group["momentum"])
                 for part in zip(p.chunk(group["stacked"]), update.chunk(group["stacked"]), strict=True):
-                    parts.setdefault(part[0].shape, []).append(part)
+                    parts.setdefault(part[1].flatten(1).shape, []).append(part)
             for (rows, columns), pairs in parts.items():
-                updates = torch.stack([update for _, update in pairs])
+                updates = torch.stack([update.flatten(1) for _, update in pairs])
                 updates = orthogonalise(updates if updates.device.type == "cpu" else updates.bfloat16())
                 rate = group["lr"] * max(1, rows / columns) ** 0.5
                 for (weight, _), update in zip(pairs, updates, strict=True):
-                    weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.add_(update.view(weight.shape), alpha=-rate)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vit_scratch.transformer.attention import MultiHeadAttention, expand_mask
-from vit_scratch.transformer.feed_forward import FeedForward
+from vit_scratch.transformer.feed_forward import FeedForward, check_kernel
 from vit_scratch.transformer.initialisation import initialise_layers
-from vit_scratch.transformer.positions import Rotation
+from vit_scratch.transformer.positions import Grid, Rotation
 from vit_scratch.transformer.residual import check_probability, residual_branch
 
 
@@ -28,6 +28,8 @@ class EncoderLayer(nn.Module):
         layer_scale: initial value of a learned factor per channel on each branch, None for none.
         qk_norm: normalise queries and keys.
         norm_eps: epsilon of all layer norms.
+        feed_forward_kernel: side of a convolution over the patches inside the feed-forward network, see
+            `PatchConvolution`; None for none.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class EncoderLayer(nn.Module):
         layer_scale: float | None = None,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
+        feed_forward_kernel: int | None = None,
     ):
         super().__init__()
         self.norm_first = norm_first
@@ -50,21 +53,28 @@ class EncoderLayer(nn.Module):
         self.attention = MultiHeadAttention(dim, heads, dropout=dropout, qk_norm=qk_norm, norm_eps=norm_eps)
         self.branch1 = residual_branch(dim, dropout, drop_path, layer_scale)
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.feed_forward = FeedForward(dim, hidden_dim, activation=activation, dropout=dropout)
+        self.feed_forward = FeedForward(
+            dim, hidden_dim, activation=activation, dropout=dropout, kernel_size=feed_forward_kernel
+        )
         self.branch2 = residual_branch(dim, dropout, drop_path, layer_scale)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None, num_outputs: int | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        rotation: Rotation | None = None,
+        num_outputs: int | None = None,
+        grid: Grid | None = None,
     ) -> Tensor:
-        """(B, N, D) -> (B, N, D), or only its first `num_outputs` tokens; mask and rotation as `Encoder.forward`."""
+        """(B, N, D) -> (B, N, D), or only its first `num_outputs` tokens; the other arguments as `Encoder.forward`."""
         if self.norm_first:
             attended = self.attention(self.norm1(x), mask=mask, rotation=rotation, num_queries=num_outputs)
             x = x[:, :num_outputs] + self.branch1(attended)
-            x = x + self.branch2(self.feed_forward(self.norm2(x)))
+            x = x + self.branch2(self.feed_forward(self.norm2(x), grid))
         else:
             attended = self.attention(x, mask=mask, rotation=rotation, num_queries=num_outputs)
             x = self.norm1(x[:, :num_outputs] + self.branch1(attended))
-            x = self.norm2(x + self.branch2(self.feed_forward(x)))
+            x = self.norm2(x + self.branch2(self.feed_forward(x, grid)))
         return x
 
 
@@ -86,7 +96,8 @@ class Encoder(nn.Module):
         gradient_checkpointing: recompute each layer in the backward pass to save memory (False at first).
 
     Raises:
-        ValueError: `heads` does not divide `dim`, an unknown activation, or a depth, width or probability out of range.
+        ValueError: `heads` does not divide `dim`, an unknown activation, or a depth, width, kernel or probability out of
+            range.
     """
 
     def __init__(
@@ -103,12 +114,16 @@ class Encoder(nn.Module):
         layer_scale: float | None = None,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
+        feed_forward_kernel: int | None = None,
     ):
         super().__init__()
         if depth < 1:
             raise ValueError(f"depth={depth} is not a number of layers; it must be at least 1")
         check_probability("drop_path", drop_path)
+        if feed_forward_kernel is not None:
+            check_kernel("feed_forward_kernel", feed_forward_kernel)
         self.dim, self.depth, self.heads, self.gradient_checkpointing = dim, depth, heads, False
+        self.feed_forward_kernel = feed_forward_kernel
         self.layers = nn.ModuleList(
             EncoderLayer(
                 dim,
@@ -121,6 +136,7 @@ class Encoder(nn.Module):
                 layer_scale=layer_scale,
                 qk_norm=qk_norm,
                 norm_eps=norm_eps,
+                feed_forward_kernel=feed_forward_kernel,
             )
             for i in range(depth)
         )
@@ -128,7 +144,12 @@ class Encoder(nn.Module):
         initialise_layers(self)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, rotation: Rotation | None = None, num_outputs: int | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        rotation: Rotation | None = None,
+        num_outputs: int | None = None,
+        grid: Grid | None = None,
     ) -> Tensor:
         """Encode token vectors.
 
@@ -138,14 +159,27 @@ class Encoder(nn.Module):
             rotation: rotary positions of the N tokens, applied to queries and keys in every layer.
             num_outputs: return only the first so many tokens, at most N, and let the last layer compute no others:
                 a classifier that reads nothing but its class token needs a fifth less of a model with four layers.
+            grid: rows and columns of the patches, which are the last of the tokens; for `feed_forward_kernel`.
 
         Returns:
             (B, N, D), or (B, num_outputs, D).
 
         Raises:
-            ValueError: x of another width, a mask that `expand_mask` refuses, or `num_outputs` out of range.
+            ValueError: x of another width, a mask that `expand_mask` refuses, `num_outputs` out of range, or a grid
+                that is missing or has more patches than there are tokens.
         """
         check_width(x, self.dim)
+        if self.feed_forward_kernel is not None:
+            if grid is None or grid[0] * grid[1] > x.shape[1]:
+                raise ValueError(
+                    f"grid={grid} does not describe the patches among {x.shape[1]} tokens, over which "
+                    f"feed_forward_kernel={self.feed_forward_kernel} convolves; pass their (rows, columns)"
+                )
+            if num_outputs is not None:
+                raise ValueError(
+                    f"num_outputs={num_outputs} leaves out patches over which feed_forward_kernel="
+                    f"{self.feed_forward_kernel} convolves; take the tokens from the result instead"
+                )
         if num_outputs is not None and not 1 <= num_outputs <= x.shape[1]:
             raise ValueError(f"num_outputs={num_outputs} is out of range; x has {x.shape[1]} tokens, None is for all")
         if mask is not None:
@@ -153,9 +187,9 @@ class Encoder(nn.Module):
         for layer in self.layers:
             outputs = num_outputs if layer is self.layers[-1] else None
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, mask, rotation, outputs, use_reentrant=False)
+                x = checkpoint(layer, x, mask, rotation, outputs, grid, use_reentrant=False)
             else:
-                x = layer(x, mask, rotation, outputs)
+                x = layer(x, mask, rotation, outputs, grid)
         return self.norm(x)
 
 

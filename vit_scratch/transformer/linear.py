@@ -99,6 +99,10 @@ class Linear(nn.Linear):
 
 
 def matrices(model: nn.Module) -> dict[str, int]:
-    """Names of the weights of all linear maps in a model, and of how many stacked maps each consists."""
-    maps = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
-    return {f"{name}.weight".lstrip("."): m.stacked for name, m in maps.items()}
+    """Names of the weights of all linear maps in a model, and of how many stacked maps each consists.
+
+    Convolutions count among them; those that take each channel by itself mix none, and don't.
+    """
+    maps = {name: m.stacked for name, m in model.named_modules() if isinstance(m, Linear)}
+    maps |= {name: 1 for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.groups == 1}
+    return {f"{name}.weight".lstrip("."): stacked for name, stacked in maps.items()}

@@ -18,10 +18,11 @@ from vit_scratch.transformer.linear import Linear, matrices
 from vit_scratch.transformer.positions import Grid, Rotation, rotation_2d, sinusoids_2d
 from vit_scratch.transformer.residual import Dropout
 from vit_scratch.vision.local_attention import attend_nearby
-from vit_scratch.vision.patch_embedding import PatchEmbedding, Size
+from vit_scratch.vision.patch_embedding import ConvolutionalStem, PatchEmbedding, Size
 
 POOLINGS = ("class", "mean")
 POSITIONS = ("learned", "sinusoidal", "rotary")
+STEMS = {"patch": PatchEmbedding, "convolution": ConvolutionalStem}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny_patch4_32": dict(image_size=32, patch_size=4, dim=192, depth=9, heads=3),
@@ -45,6 +46,7 @@ class VisionTransformer(nn.Module):
         patch_size: in pixels, likewise; divides the image size.
         in_channels: number of channels C.
         num_classes: number of logits; 0 leaves the head out, the output is then the pooled features.
+        stem: what makes tokens of pixels: "patch" (`PatchEmbedding`) or "convolution" (`ConvolutionalStem`).
         pooling: "class" reads the class token; "mean" has none and averages the patches.
         registers: number of register tokens ("Vision Transformers Need Registers"), without a position.
         positions: "learned" (one vector for the class token and each patch), "sinusoidal" (2-D, fixed, patches
@@ -61,8 +63,9 @@ class VisionTransformer(nn.Module):
         num_features: D.
 
     Raises:
-        ValueError: the patch does not divide the image, an unknown pooling or kind of positions, a negative number of
-            registers, or local attention without rotary positions.
+        ValueError: the patch does not divide the image or does not suit the stem, an unknown stem, pooling or kind of
+            positions, a negative number of registers, local attention without rotary positions, or a class token for
+            an encoder with convolutions, which pass it by.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class VisionTransformer(nn.Module):
         patch_size: Size = 4,
         in_channels: int = 3,
         num_classes: int = 10,
+        stem: str = "patch",
         pooling: str = "class",
         registers: int = 0,
         positions: str = "learned",
@@ -81,6 +85,7 @@ class VisionTransformer(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
+        check_choice("stem", stem, tuple(STEMS))
         check_choice("pooling", pooling, POOLINGS)
         check_choice("positions", positions, POSITIONS)
         if registers < 0:
@@ -90,7 +95,12 @@ class VisionTransformer(nn.Module):
                 f"local_attention={local_attention} works through rotary positions; set positions='rotary', "
                 f"which is {positions!r}, or local_attention=None"
             )
-        self.patch_embedding = PatchEmbedding(image_size, patch_size, in_channels, encoder.dim, any_size=any_size)
+        if encoder.feed_forward_kernel is not None and pooling == "class":
+            raise ValueError(
+                f"feed_forward_kernel={encoder.feed_forward_kernel} convolves over patches only, so that in the last "
+                "layer it would have no effect on a class token; set pooling='mean'"
+            )
+        self.patch_embedding = STEMS[stem](image_size, patch_size, in_channels, encoder.dim, any_size=any_size)
         self.encoder = encoder
         self.pooling, self.num_features, self.num_classes = pooling, encoder.dim, num_classes
         self.grid = self.patch_embedding.grid
@@ -150,7 +160,7 @@ class VisionTransformer(nn.Module):
             if grid != self.grid:
                 head_dim = self.encoder.dim // self.encoder.heads
                 rotation = stretched_rotation(grid, self.grid, head_dim, self.num_prefix_tokens, images.device)
-        return self.encoder(x, rotation=rotation, num_outputs=num_outputs)
+        return self.encoder(x, rotation=rotation, num_outputs=num_outputs, grid=grid)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Encoded tokens (B, prefix + N, D) -> logits (B, classes), or pooled features (B, D) with `pre_logits`."""
@@ -244,6 +254,7 @@ def initialise(model: VisionTransformer) -> None:
     | what                                      | distribution                                                  |
     |-------------------------------------------|---------------------------------------------------------------|
     | patch embedding weight                    | normal, variance 1 / (C * P^2): patches of unit variance keep it |
+    | kernels of a convolutional stem           | normal, variance 1 / (9 * channels), and its last map 1 / D   |
     | class token, registers                    | normal, standard deviation 0.02                               |
     | learned positions                         | normal, standard deviation 0.5: a quarter of a patch's        |
     |                                           | variance, so that they count from the first update (LOG.md)   |
@@ -253,6 +264,9 @@ def initialise(model: VisionTransformer) -> None:
     projection = model.patch_embedding.projection
     nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
     nn.init.zeros_(projection.bias)
+    for module in model.patch_embedding.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
     for parameter, std in ((model.class_token, 0.02), (model.register_tokens, 0.02), (model.positions, 0.5)):
         if parameter is not None:
             nn.init.normal_(parameter, std=std)
