@@ -96,8 +96,8 @@ class Encoder(nn.Module):
         gradient_checkpointing: recompute each layer in the backward pass to save memory (False at first).
 
     Raises:
-        ValueError: `heads` does not divide `dim`, an unknown activation, or a depth, width, kernel or probability out of
-            range.
+        ValueError: `heads` does not divide `dim`, an unknown activation, or a depth, width, kernel or probability out
+            of range.
     """
 
     def __init__(
