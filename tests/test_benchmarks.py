@@ -54,7 +54,7 @@ def test_an_unknown_recipe_is_refused_with_the_known_ones(recipes, tmp_path, mon
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert "no recipe 'resnet'" in error
-    assert all(name in error for name in ("cifar10_0.03pf", "cifar10_0.03pf_mean", "timm_64x4", "omihub777"))
+    assert all(name in error for name in ("cifar10_0.03pf", "cifar10_0.03pf_conv", "timm_64x4", "omihub777"))
 
 
 def test_the_table_gives_means_spreads_and_the_compute_to_the_best_peers_accuracy(recipes, tmp_path):
