@@ -474,8 +474,13 @@ def test_matrices_are_the_weights_of_all_linear_maps_with_how_many_are_stacked()
 
 
 def test_matrices_of_a_model_without_linear_maps_are_none():
-    assert matrices(nn.Sequential(nn.Conv2d(1, 2, 3), nn.LayerNorm(3), nn.Embedding(3, 4))) == {}
+    assert matrices(nn.Sequential(nn.LayerNorm(3), nn.Embedding(3, 4))) == {}
     assert matrices(nn.Sequential(Linear(2, 6, stacked=2), nn.ReLU(), Linear(6, 1))) == {"0.weight": 2, "2.weight": 1}
+
+
+def test_convolutions_are_matrices_unless_each_channel_stands_alone():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3, groups=6), nn.BatchNorm2d(6), Linear(6, 1))
+    assert matrices(model) == {"0.weight": 1, "3.weight": 1}
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
