@@ -103,6 +103,8 @@ def matrices(model: nn.Module) -> dict[str, int]:
 
     Convolutions count among them; those that take each channel by itself mix none, and don't.
     """
-    maps = {name: m.stacked for name, m in model.named_modules() if isinstance(m, Linear)}
-    maps |= {name: 1 for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.groups == 1}
-    return {f"{name}.weight".lstrip("."): stacked for name, stacked in maps.items()}
+    return {
+        f"{name}.weight".lstrip("."): getattr(m, "stacked", 1)
+        for name, m in model.named_modules()
+        if isinstance(m, Linear) or (isinstance(m, nn.Conv2d) and m.groups == 1)
+    }

@@ -120,7 +120,7 @@ class ConvolutionalStem(PatchEmbedding):
         if dim % side:
             raise ValueError(
                 f"dim={dim} is not a multiple of patch_size={side}: the first convolution of the stem is dim / "
-                f"patch_size wide"
+                "patch_size wide"
             )
         widths = [in_channels, *(dim // (side >> i) for i in range(side.bit_length()))]
         self.blocks = nn.Sequential()
