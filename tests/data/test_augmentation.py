@@ -379,3 +379,10 @@ def test_smaller_images_are_averages_of_the_pixels_under_a_triangle():
     weights /= weights.sum(1, keepdims=True)
     expected = weights @ image[0].double().numpy() @ weights.T
     np.testing.assert_allclose(small.numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(16, 24), (7, 48), (31, 5), (40, 20)])
+def test_smaller_images_are_those_of_interpolate(size):
+    images = torch.randn(3, 2, 32, 48)
+    expected = F.interpolate(images, size, mode="bilinear", antialias=True, align_corners=False)
+    torch.testing.assert_close(SmallerFirst([(size, 1.0)])(images, 0.0), expected, rtol=0, atol=1e-5)

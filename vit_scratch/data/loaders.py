@@ -221,7 +221,7 @@ class MemoryLoader(Loader):
         """Yield bytes and labels, gathered on the device."""
         for first in range(0, len(order), self.batch_size):
             index = torch.from_numpy(order[first : first + self.batch_size]).to(self.device, non_blocking=True)
-            images = self.images[index]
+            images = self.images.index_select(0, index)  # in a fifth of the time of indexing, on a CPU
             if self.sample_transform is not None:
                 chunk = sample_seeds[first : first + self.batch_size]
                 images = torch.stack(
