@@ -4,8 +4,8 @@
         --data.root data/cifar10-jpeg --train.budget_pflop 0.002 --train.warmup_epochs 0
 
 takes the options of train.py, trains in a folder that it throws away, and prints the share of each part. Inside are the
-forward passes (also those on held-out images) with the loss, the backward passes, the clipping of the gradient and the
-optimizers' steps; all else from the first update to the last saved file is outside. Reading the images and the
+forward passes (also those on held-out images) with the loss, the backward passes, the clipping of the gradient and what
+the optimizers do; all else from the first update to the last saved file is outside. Reading the images and the
 evaluation on the test set come before and after that. CPU only: on a GPU the work is done after the calls return.
 """
 
@@ -81,6 +81,7 @@ def main() -> None:
         (nn.utils, "clip_grad_norm_", inside, "optimizer"),
         (torch.optim.AdamW, "step", inside, "optimizer"),
         (Muon, "step", inside, "optimizer"),
+        (torch.optim.Optimizer, "zero_grad", inside, "optimizer"),
     ]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         for owner, name, watch, part in functions:
