@@ -134,7 +134,7 @@ class BatchTransform:
                 images = torch.cat([self.policy(group) for group in images.split(SHARING)])
             if self.shift or self.flip:
                 images = shift_and_flip(images, self.shift, self.flip, self.padding)
-            x = (images.float() - self.mean.to(images.device)) / self.std.to(images.device)
+            x = images.to(torch.float32, copy=True).sub_(self.mean.to(images.device)).div_(self.std.to(images.device))
             if self.erase:
                 x = erase(x, self.erase)
             if self.mix is not None:
@@ -151,28 +151,30 @@ def shift_and_flip(images: Tensor, shift: int, flip: bool, padding: str = "refle
         padding: what lies outside of the image, "reflect" for its reflection or "zero" for black.
     """
     batch, channels, height, width = images.shape
-    rows = torch.arange(height) + torch.randint(-shift, shift + 1, (batch, 1))  # (B, height)
-    columns = torch.arange(width) + torch.randint(-shift, shift + 1, (batch, 1))  # (B, width)
+    rows = _sources(height, shift, padding)[torch.randint(2 * shift + 1, (batch,))]  # (B, height)
+    columns = _sources(width, shift, padding)[torch.randint(2 * shift + 1, (batch,))]  # (B, width)
     if flip:
         columns = torch.where(torch.rand(batch, 1) < 0.5, columns.flip(1), columns)
-    index = _reflect(rows, height)[:, :, None] * width + _reflect(columns, width)[:, None, :]  # (B, height, width)
+    if padding == "zero":
+        images = F.pad(images, (0, 1, 0, 1))  # black, for what comes from outside
+    index = rows[:, :, None] * images.shape[3] + columns[:, None, :]  # (B, height, width)
     flat = index.to(images.device, non_blocking=True).view(batch, 1, -1).expand(-1, channels, -1)
-    moved = images.flatten(2).gather(2, flat).view_as(images)
-    if padding == "reflect":
-        return moved
-    inside = _within(rows, height)[:, None, :, None] & _within(columns, width)[:, None, None, :]
-    return moved * inside.to(images.device, non_blocking=True)
+    return images.flatten(2).gather(2, flat).view(batch, channels, height, width)
 
 
-def _within(index: Tensor, length: int) -> Tensor:
-    """Which indices are from 0 to length - 1."""
-    return (index >= 0) & (index < length)
+@lru_cache
+def _sources(length: int, shift: int, padding: str) -> Tensor:
+    """Which pixels of a side a moved image shows: (2 * shift + 1, length), from a move by -shift to one by shift.
 
-
-def _reflect(index: Tensor, length: int) -> Tensor:
-    """Indices beyond 0..length - 1, mirrored at the first and the last, as often as it takes."""
-    last = max(length - 1, 1)
-    return (last - (last - index.abs() % (2 * last)).abs()).clamp(max=length - 1)
+    Those from outside are mirrored at the first and the last, as often as it takes, or `length` if padding is "zero".
+    """
+    places = torch.arange(-shift, length + shift)
+    if padding == "zero":
+        places[(places < 0) | (places >= length)] = length
+    else:
+        last = max(length - 1, 1)
+        places = (last - (last - places.abs() % (2 * last)).abs()).clamp(max=length - 1)
+    return places.unfold(0, length, 1).contiguous()
 
 
 def erase(images: Tensor, probability: float) -> Tensor:
