@@ -124,6 +124,21 @@ class Contestant:
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
+    def profile(self) -> list[tuple[str, float]]:
+        """The operators that take most of a step, and their shares of its time, what they call not included."""
+        import torch
+
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(4):
+                self.step()
+        side = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        times = {event.key: getattr(event, side) for event in profiler.key_averages()}
+        total = sum(times.values())
+        return [(name, times[name] / total) for name in sorted(times, key=lambda n: -times[n])[:12]]
+
     def memory(self) -> float:
         """Most memory that this process has had so far, in MiB; on a GPU that of the device since the last call."""
         import resource
@@ -215,13 +230,22 @@ def operations(name: str, size: int, mode: str) -> int:
 
 
 def measure(
-    names: list[str], size: int, batch: int, mode: str, compiled: bool, rounds: int, device: str, threads: int | None
+    names: list[str],
+    size: int,
+    batch: int,
+    mode: str,
+    *,
+    compiled: bool,
+    rounds: int,
+    profile: bool,
+    device: str,
+    threads: int | None,
 ) -> dict[str, Any]:
     """One cell of the table: all contestants in turns.
 
     Returns:
         For each contestant images per second (median), its time over ours (median, lowest and highest of a round),
-        memory in MiB, or what went wrong.
+        memory in MiB, and if asked for its profile, or what went wrong.
     """
     processes = Processes(names, device, threads)
     results: dict[str, Any] = {}
@@ -243,6 +267,8 @@ def measure(
             "range": [min(ratios), max(ratios)],
             "memory_mib": processes.ask(name, "memory"),
         }
+        if profile:
+            results[name]["profile"] = processes.ask(name, "profile")
     processes.close()
     return {"size": size, "batch": batch, "mode": mode, "compiled": compiled, "rounds": rounds, "results": results}
 
@@ -277,6 +303,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 64, 128, 256, 512])
     parser.add_argument("--modes", nargs="+", default=["training", "inference"], choices=["training", "inference"])
     parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=CONTESTANTS)
+    parser.add_argument("--profile", action="store_true", help="also list the operators that take most of a step")
     parser.add_argument("--compiled", action="store_true", help="compile all models with torch.compile")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--most-pixels", type=int, default=128 * 224 * 224, help="leave larger batches out")
@@ -302,7 +329,17 @@ def main() -> None:
             for batch in values.batches:
                 if batch * size * size > values.most_pixels:
                     continue
-                cell = measure(names, size, batch, mode, values.compiled, values.rounds, values.device, values.threads)
+                cell = measure(
+                    names,
+                    size,
+                    batch,
+                    mode,
+                    compiled=values.compiled,
+                    rounds=values.rounds,
+                    profile=values.profile,
+                    device=values.device,
+                    threads=values.threads,
+                )
                 cells.append(cell)
                 kind = "compiled" if values.compiled else "eager"
                 print(f"{size} pixels, batch {batch}, {mode}, {kind}")
@@ -317,6 +354,8 @@ def main() -> None:
                         f"({r['range'][0]:.2f} to {r['range'][1]:.2f})   {100 * share:3.0f} % of peak   "
                         f"{r['memory_mib']:6.0f} MiB"
                     )
+                    for operator, part in r.get("profile", []):
+                        print(f"    {100 * part:5.1f} %  {operator}")
                 print(flush=True)
     print(table(cells))
     if values.out:
