@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from vit_scratch import cli
 from vit_scratch.tasks import classification, run
-from vit_scratch.training.optimizer import Muon
 from vit_scratch.training.provenance import versions
 from vit_scratch.vision.vit import VisionTransformer
 
@@ -79,8 +78,7 @@ def main() -> None:
         (classification, "smoothed_cross_entropy", inside, "forward"),
         (torch.Tensor, "backward", inside, "backward"),
         (nn.utils, "clip_grad_norm_", inside, "optimizer"),
-        (torch.optim.AdamW, "step", inside, "optimizer"),
-        (Muon, "step", inside, "optimizer"),
+        (torch.amp.GradScaler, "step", inside, "optimizer"),
         (torch.optim.Optimizer, "zero_grad", inside, "optimizer"),
     ]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

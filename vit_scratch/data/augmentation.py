@@ -22,9 +22,12 @@ SHARING = 4
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch's CPU generator inside the block; afterwards it is as it was before."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
         yield
+    finally:
+        torch.default_generator.set_state(state)
 
 
 def sample_transform(
@@ -134,7 +137,7 @@ class BatchTransform:
                 images = torch.cat([self.policy(group) for group in images.split(SHARING)])
             if self.shift or self.flip:
                 images = shift_and_flip(images, self.shift, self.flip, self.padding)
-            x = images.to(torch.float32, copy=True).sub_(self.mean.to(images.device)).div_(self.std.to(images.device))
+            x = (images - self.mean.to(images.device)).div_(self.std.to(images.device))
             if self.erase:
                 x = erase(x, self.erase)
             if self.mix is not None:
@@ -151,8 +154,8 @@ def shift_and_flip(images: Tensor, shift: int, flip: bool, padding: str = "refle
         padding: what lies outside of the image, "reflect" for its reflection or "zero" for black.
     """
     batch, channels, height, width = images.shape
-    rows = _sources(height, shift, padding)[torch.randint(2 * shift + 1, (batch,))]  # (B, height)
-    columns = _sources(width, shift, padding)[torch.randint(2 * shift + 1, (batch,))]  # (B, width)
+    down, right = torch.randint(2 * shift + 1, (2, batch))
+    rows, columns = _sources(height, shift, padding)[down], _sources(width, shift, padding)[right]  # (B, side)
     if flip:
         columns = torch.where(torch.rand(batch, 1) < 0.5, columns.flip(1), columns)
     if padding == "zero":

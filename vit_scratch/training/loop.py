@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import reduce
 from itertools import islice
 from typing import Any, Protocol
 
@@ -157,7 +158,7 @@ def fit(
                 for group in (g for optimizer in optimizers for g in optimizer.param_groups):
                     group["lr"] = rate * group.get("lr_ratio", 1.0)
                 items = sum(count for _, _, count in window)
-                sums = []
+                parts = []
                 for inputs, targets, _ in window:
                     if adapt is not None:
                         inputs = adapt(inputs, progress.update / updates)
@@ -165,7 +166,7 @@ def fit(
                         value, correct = loss(model, inputs, targets)
                     scaler.scale(value / items).backward()
                     progress.operations += operations(inputs, targets)
-                    sums.append(torch.stack([value.detach().float(), correct.float()]))
+                    parts.append((value.detach(), correct))
                 for optimizer in optimizers:
                     scaler.unscale_(optimizer)
                 norm = nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
@@ -175,8 +176,8 @@ def fit(
                 scaler.update()
                 if ema is not None:
                     ema.update(model)
-                total = torch.stack(sums).sum(0)
-                pending.append((total[0], total[1], norm.detach(), items))
+                value, correct = (reduce(torch.add, column) for column in zip(*parts, strict=True))
+                pending.append((value, correct, norm.detach(), items))
                 progress.update += 1
                 progress.batch += len(window)
                 progress.seconds = before + time.perf_counter() - began
