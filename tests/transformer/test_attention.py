@@ -109,6 +109,23 @@ def test_multi_head_attention_equals_heads_written_out(fused, cross):
     torch.testing.assert_close(module(x, memory if cross else None), expected, atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.parametrize("case", ["whole", "first queries", "memory", "cached", "cached memory"])
+def test_attention_without_biases_is_that_with_biases_of_zero(case):
+    without, module = MultiHeadAttention(DIM, HEADS, qkv_bias=False), MultiHeadAttention(DIM, HEADS)
+    assert without.qkv.bias is None
+    missing = module.load_state_dict(without.state_dict(), strict=False).missing_keys
+    assert missing == ["qkv.bias"]
+    nn.init.zeros_(module.qkv.bias)
+    x, results = torch.randn(2, QUERIES, DIM), []
+    memory = torch.randn(2, KEYS, DIM) if "memory" in case else None
+    for attend in (without, module):
+        cache = KeyValueCache() if "cached" in case else None
+        first = attend(x, memory, cache=cache, num_queries=2 if case == "first queries" else None)
+        results.append([first] + ([attend(x[:, :1], memory, cache=cache)] if cache else []))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
 @pytest.mark.parametrize("batch", [1, 2, 7])

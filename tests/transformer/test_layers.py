@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vit_scratch.transformer import feed_forward
 from vit_scratch.transformer.attention import KeyValueCache, MultiHeadAttention
 from vit_scratch.transformer.decoder import Decoder, DecoderCache, DecoderLayer
 from vit_scratch.transformer.encoder import Encoder, EncoderLayer
@@ -19,6 +20,12 @@ from vit_scratch.transformer.transformer import TokenEmbedding, Transformer
 
 DIM, HEADS, LENGTH, SOURCE = 16, 4, 6, 5
 NORM_ORDERS = pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+FORMULAS = {
+    "relu": lambda u: max(u, 0),
+    "gelu": lambda u: u * 0.5 * (1 + math.erf(u / math.sqrt(2))),
+    "gelu_tanh": lambda u: u * 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3))),
+    "quick_gelu": lambda u: u / (1 + math.exp(-1.702 * u)),
+}
 ACTIVATIONS = pytest.mark.parametrize("activation", ["relu", "gelu"])
 
 
@@ -234,15 +241,16 @@ def test_dropping_both_branches_leaves_the_residual_stream(norm_first):
 # Feed-forward
 
 
-@ACTIVATIONS
+@pytest.mark.parametrize("activation", FORMULAS)
 def test_feed_forward_equals_its_formula(activation):
+    assert FORMULAS.keys() == feed_forward.ACTIVATIONS.keys()
     module, x = randomise(FeedForward(3, 5, activation=activation)), torch.randn(2, 4, 3)
     output, (w1, b1, w2, b2) = module(x), [p.tolist() for p in module.parameters()]
     for b, n, d in itertools.product(range(2), range(4), range(3)):
         total = b2[d]
         for hidden in range(5):
             u = b1[hidden] + sum(w1[hidden][k] * x[b, n, k].item() for k in range(3))
-            total += w2[d][hidden] * (max(u, 0) if activation == "relu" else u * 0.5 * (1 + math.erf(u / math.sqrt(2))))
+            total += w2[d][hidden] * FORMULAS[activation](u)
         assert output[b, n, d].item() == pytest.approx(total, abs=1e-5)
 
 
@@ -365,7 +373,9 @@ def test_feed_forward_drops_hidden_units_in_training_only():
 
 @pytest.mark.parametrize("build", [FeedForward, EncoderLayer, DecoderLayer])
 def test_an_unknown_activation_is_refused_with_the_known_ones(build):
-    with pytest.raises(ValueError, match="activation='swish' is unknown; choose from gelu, relu"):
+    with pytest.raises(
+        ValueError, match="activation='swish' is unknown; choose from gelu, gelu_tanh, quick_gelu, relu"
+    ):
         build(DIM, HEADS, activation="swish")
 
 
@@ -414,13 +424,14 @@ def test_a_decoder_layer_equals_the_block_written_out(norm_first, activation, ma
 
 @NORM_ORDERS
 @pytest.mark.parametrize("depth", [1, 3])
-def test_an_encoder_is_its_layers_and_a_final_norm_in_pre_norm_mode_only(norm_first, depth):
-    encoder = randomise(Encoder(DIM, depth, HEADS, norm_first=norm_first)).double()
+@pytest.mark.parametrize("final_norm", [None, True, False])
+def test_an_encoder_is_its_layers_and_a_final_norm_in_pre_norm_mode_unless_told(norm_first, depth, final_norm):
+    encoder = randomise(Encoder(DIM, depth, HEADS, norm_first=norm_first, final_norm=final_norm)).double()
     x, mask = torch.randn(2, LENGTH, DIM).double(), padding(LENGTH, 4, total=LENGTH)
     expected = x
     for layer in encoder.layers:
         expected = hand_encoder_layer(layer, expected, mask[:, None])
-    if norm_first:
+    if norm_first if final_norm is None else final_norm:
         expected = hand_norm(encoder.norm, expected)
     else:
         assert not list(encoder.norm.parameters())

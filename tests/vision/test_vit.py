@@ -1,6 +1,7 @@
 """The Vision Transformer: its parts by hand, presets by count, positions, gradients and the contract of timm."""
 
 import itertools
+import json
 
 import pytest
 import timm
@@ -366,6 +367,37 @@ def test_create_vit_hands_every_override_to_the_encoder():
     assert layer.attention.dropout == layer.branch1.dropout.p == layer.feed_forward.dropout.p == model.dropout.p == 0.1
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(dim=16, depth=3, heads=2, hidden_dim=24, activation="relu", norm_first=False, norm_eps=1e-3, dropout=0.1),
+        dict(positions="rotary", pooling="mean", stem="convolution", feed_forward_kernel=3, local_attention=4.0),
+        dict(registers=2, prefix_positions="all", embedding_norm=True, qkv_bias=False, layer_scale=0.1, qk_norm=True),
+        dict(final_norm=False, pooled_norm=True, image_size=(8, 12), any_size=True, drop_path=0.2, num_classes=0),
+    ],
+)
+def test_the_arguments_of_a_model_build_its_like(changes):
+    model = create_vit("tiny_patch4_32", **dict(depth=2) | changes)
+    assert changes.items() <= model.arguments.items()
+    assert json.loads(json.dumps(model.arguments)) is not None
+    for global_pool, classes in ((None, 4), ("avg", 3)):
+        again = create_vit(**model.arguments)
+        assert repr(again) == repr(model)
+        again.load_state_dict(model.state_dict())
+        images = torch.randn(2, 3, *model.patch_embedding.image_size)
+        assert torch.equal(again.eval()(images), model.eval()(images))
+        model.reset_classifier(classes, global_pool)
+        assert model.arguments["num_classes"] == classes
+    built = VisionTransformer(Encoder(dim=8, depth=1, heads=2, hidden_dim=9), pooling="mean")
+    assert create_vit(**built.arguments).encoder.layers[0].feed_forward.linear1.out_features == 9
+
+
+def test_without_a_preset_width_depth_and_heads_are_needed():
+    with pytest.raises(ValueError, match="dim and depth must be given, or a preset: tiny_patch4_32, "):
+        create_vit(heads=3)
+
+
 def test_vit_arguments_are_defaults_then_preset_then_overrides():
     arguments = vit_arguments("small_patch16_224", depth=3, num_classes=7)
     assert (arguments["dim"], arguments["depth"], arguments["heads"]) == (384, 3, 6)
@@ -378,7 +410,7 @@ def test_unknown_names_are_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="preset='huge' is unknown; choose from tiny_patch4_32, small_patch4_32"):
         create_vit("huge")
     with pytest.raises(
-        ValueError, match="argument='num_heads' is unknown; choose from activation, any_size, depth, .*heads"
+        ValueError, match="argument='num_heads' is unknown; choose from activation, any_size, class_token, .*heads"
     ):
         create_vit("tiny_patch4_32", num_heads=3)
     with pytest.raises(ValueError, match="argument='encoder' is unknown"):
@@ -402,6 +434,19 @@ def test_values_the_parts_refuse_are_refused_by_the_model():
         VisionTransformer(Encoder(6, 1, 2), **OPTIONS, positions="sinusoidal")
     with pytest.raises(ValueError, match=r"images have shape \(2, 1, 8, 12\)"):
         build()(torch.zeros(2, 1, 8, 12))
+
+
+def test_options_that_contradict_each_other_are_refused():
+    with pytest.raises(ValueError, match="class_token=False needs pooling='mean'"):
+        build(class_token=False)
+    with pytest.raises(ValueError, match="prefix_positions='some' is unknown; choose from none, class, all"):
+        build(prefix_positions="some")
+    with pytest.raises(ValueError, match="prefix_positions='all' is for positions='learned'; with 'rotary' only patch"):
+        build(prefix_positions="all", positions="rotary")
+    with pytest.raises(ValueError, match="pooled_norm=True would normalise twice; .* with final_norm=False"):
+        build(pooled_norm=True)
+    with pytest.raises(ValueError, match="local_attention needs qkv_bias=True"):
+        build(encoder_options=dict(qkv_bias=False), positions="rotary", local_attention=3.0)
 
 
 def test_a_negative_number_of_registers_is_refused():

@@ -155,6 +155,7 @@ class MultiHeadAttention(nn.Module):
         dropout: probability of dropping an attention weight in training.
         qk_norm: normalise queries and keys per head ("Scaling Vision Transformers to 22 Billion Parameters").
         norm_eps: epsilon of those norms.
+        qkv_bias: whether the maps to queries, keys and values have biases.
 
     The attribute `fused` (True at first) chooses the path: PyTorch's fused kernels, or `attention` above.
 
@@ -162,12 +163,21 @@ class MultiHeadAttention(nn.Module):
         ValueError: `heads` does not divide `dim`, or a dropout that is no probability.
     """
 
-    def __init__(self, dim: int, heads: int, *, dropout: float = 0.0, qk_norm: bool = False, norm_eps: float = 1e-6):
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        dropout: float = 0.0,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        qkv_bias: bool = True,
+    ):
         super().__init__()
         check_heads(dim, heads)
         check_probability("dropout", dropout)
         self.dim, self.heads, self.dropout, self.qk_norm, self.fused = dim, heads, dropout, qk_norm, True
-        self.qkv = Linear(dim, 3 * dim, stacked=3)  # rows: D for the queries, D for the keys, D for the values
+        self.qkv = Linear(dim, 3 * dim, qkv_bias, stacked=3)  # rows: D for queries, D for keys, D for values
         self.query_norm = nn.LayerNorm(dim // heads, eps=norm_eps) if qk_norm else nn.Identity()
         self.key_norm = nn.LayerNorm(dim // heads, eps=norm_eps) if qk_norm else nn.Identity()
         self.out = Linear(dim, dim)
@@ -211,8 +221,7 @@ class MultiHeadAttention(nn.Module):
         if num_queries is not None and not 1 <= num_queries <= tokens:
             raise ValueError(f"num_queries={num_queries} is out of range; x has {tokens} tokens, None is for all")
         if num_queries is not None and num_queries < tokens:
-            query = linear(x[:, :num_queries], self.qkv.weight[: self.dim], self.qkv.bias[: self.dim])
-            query = self.query_norm(rearrange(query, "b n (h k) -> b h n k", h=self.heads))
+            query = self.queries(x[:, :num_queries])
             key, value = self.keys_and_values(x)
             if rotation is not None:
                 query = rotate(query, (rotation[0][:num_queries], rotation[1][:num_queries]))
@@ -227,8 +236,7 @@ class MultiHeadAttention(nn.Module):
         else:
             if rotation is not None or causal:
                 raise ValueError("rotation and causal describe the tokens of x and can't be used with a memory")
-            query = linear(x, self.qkv.weight[: self.dim], self.qkv.bias[: self.dim])
-            query = self.query_norm(rearrange(query, "b n (h k) -> b h n k", h=self.heads))
+            query = self.queries(x)
             if cache is not None and cache.length:
                 key, value = cache.contents()
             else:
@@ -252,8 +260,15 @@ class MultiHeadAttention(nn.Module):
         output = self.out(rearrange(output, "b h n k -> b n (h k)"))
         return output if weights is None or not return_weights else (output, weights)
 
+    def queries(self, x: Tensor) -> Tensor:
+        """(B, N, D) -> queries (B, H, N, K)."""
+        bias = None if self.qkv.bias is None else self.qkv.bias[: self.dim]
+        query = linear(x, self.qkv.weight[: self.dim], bias)
+        return self.query_norm(rearrange(query, "b n (h k) -> b h n k", h=self.heads))
+
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """(B, S, D) -> keys and values, each (B, H, S, K)."""
-        projected = linear(memory, self.qkv.weight[self.dim :], self.qkv.bias[self.dim :])
+        bias = None if self.qkv.bias is None else self.qkv.bias[self.dim :]
+        projected = linear(memory, self.qkv.weight[self.dim :], bias)
         key, value = rearrange(projected, "b s (two h k) -> two b h s k", two=2, h=self.heads)
         return self.key_norm(key), value

@@ -3,6 +3,8 @@
 Shapes: B batch, N tokens, D model width, H heads.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,13 +23,14 @@ class EncoderLayer(nn.Module):
         dim: model width D.
         heads: number of heads H, a divisor of D.
         hidden_dim: width inside the feed-forward network, 4 * D by default.
-        activation: "gelu" or "relu".
+        activation: a key of `ACTIVATIONS`, such as "gelu" or "relu".
         norm_first: True normalises the input of each branch (as ViT), False the sum after it (as in 2017).
         dropout: probability for attention weights, hidden units and branch outputs.
         drop_path: probability of dropping a branch for a sample.
         layer_scale: initial value of a learned factor per channel on each branch, None for none.
         qk_norm: normalise queries and keys.
         norm_eps: epsilon of all layer norms.
+        qkv_bias: whether the maps to queries, keys and values have biases.
         feed_forward_kernel: side of a convolution over the patches inside the feed-forward network, see
             `PatchConvolution`; None for none.
     """
@@ -45,12 +48,15 @@ class EncoderLayer(nn.Module):
         layer_scale: float | None = None,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
+        qkv_bias: bool = True,
         feed_forward_kernel: int | None = None,
     ):
         super().__init__()
         self.norm_first = norm_first
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
-        self.attention = MultiHeadAttention(dim, heads, dropout=dropout, qk_norm=qk_norm, norm_eps=norm_eps)
+        self.attention = MultiHeadAttention(
+            dim, heads, dropout=dropout, qk_norm=qk_norm, norm_eps=norm_eps, qkv_bias=qkv_bias
+        )
         self.branch1 = residual_branch(dim, dropout, drop_path, layer_scale)
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.feed_forward = FeedForward(
@@ -81,8 +87,8 @@ class EncoderLayer(nn.Module):
 class Encoder(nn.Module):
     """A stack of encoder layers on any token vectors; positions are added, or handed in, by whoever makes the tokens.
 
-    With `norm_first` a final norm follows the stack; without it the last layer has normalised already and nothing
-    follows ("On Layer Normalization in the Transformer Architecture" compares the two).
+    With `norm_first` a final norm follows the stack; without it the last layer has normalised already and none is
+    needed ("On Layer Normalization in the Transformer Architecture" compares the two).
 
     Args:
         dim: model width D.
@@ -90,9 +96,11 @@ class Encoder(nn.Module):
         heads: number of heads H, a divisor of D.
         drop_path: probability of dropping a branch in the last layer; it rises linearly from 0 in the first,
             so that a single layer drops none.
+        final_norm: whether a norm follows the stack; None is for as `norm_first`.
         others: as `EncoderLayer`.
 
     Attributes:
+        arguments: what it was built with, by name.
         gradient_checkpointing: recompute each layer in the backward pass to save memory (False at first).
 
     Raises:
@@ -114,9 +122,13 @@ class Encoder(nn.Module):
         layer_scale: float | None = None,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
+        qkv_bias: bool = True,
+        final_norm: bool | None = None,
         feed_forward_kernel: int | None = None,
     ):
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
+        self.arguments: dict[str, Any] = arguments
         if depth < 1:
             raise ValueError(f"depth={depth} is not a number of layers; it must be at least 1")
         check_probability("drop_path", drop_path)
@@ -136,11 +148,13 @@ class Encoder(nn.Module):
                 layer_scale=layer_scale,
                 qk_norm=qk_norm,
                 norm_eps=norm_eps,
+                qkv_bias=qkv_bias,
                 feed_forward_kernel=feed_forward_kernel,
             )
             for i in range(depth)
         )
-        self.norm = nn.LayerNorm(dim, eps=norm_eps) if norm_first else nn.Identity()
+        final_norm = norm_first if final_norm is None else final_norm
+        self.norm = nn.LayerNorm(dim, eps=norm_eps) if final_norm else nn.Identity()
         initialise_layers(self)
 
     def forward(

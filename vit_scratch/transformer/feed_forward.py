@@ -3,6 +3,8 @@
 Shapes: B batch, N tokens, D model width, F hidden width.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,21 @@ from vit_scratch.transformer.linear import Linear
 from vit_scratch.transformer.positions import Grid
 from vit_scratch.transformer.residual import Dropout
 
-ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
+
+class QuickGELU(nn.Module):
+    """x * sigmoid(1.702 x), an approximation of GELU that weights of CLIP were trained with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape -> the same shape."""
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "quick_gelu": QuickGELU,
+    "relu": nn.ReLU,
+}
 
 
 class FeedForward(nn.Module):
@@ -19,7 +35,8 @@ class FeedForward(nn.Module):
     Args:
         dim: model width D.
         hidden_dim: width F between the two maps, 4 * D where None.
-        activation: "relu" as in the paper, or "gelu" as in ViT (the exact form, not the tanh one).
+        activation: "relu" as in the paper, "gelu" as in ViT (the exact form), or one of its approximations, which some
+            pretrained weights need: "gelu_tanh" or "quick_gelu".
         dropout: probability of dropping a hidden unit in training.
         kernel_size: odd side of a `PatchConvolution` before the activation, None for none.
 

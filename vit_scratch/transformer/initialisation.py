@@ -25,7 +25,8 @@ def initialise_layers(model: nn.Module) -> None:
         if isinstance(module, Linear):
             for part in module.weight.chunk(module.stacked):
                 nn.init.xavier_uniform_(part)
-            nn.init.zeros_(module.bias)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
         elif isinstance(module, PatchConvolution):
             kernel, bias = module.depthwise.parameters()
             nn.init.normal_(kernel, std=0.02)

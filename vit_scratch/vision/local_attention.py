@@ -31,7 +31,8 @@ def attend_nearby(encoder: Encoder, strength: float, depth: int) -> None:
         depth: how many layers, from the first. Those that remain gather from everywhere, and a class token needs them.
 
     Raises:
-        ValueError: an encoder that normalises queries and keys, or a head width that is no multiple of 4.
+        ValueError: an encoder that normalises queries and keys or has no biases there, or a head width that is no
+            multiple of 4.
     """
     head_dim = encoder.dim // encoder.heads
     frequency = rotary_frequencies(head_dim)  # (K / 4,)
@@ -39,6 +40,8 @@ def attend_nearby(encoder: Encoder, strength: float, depth: int) -> None:
     layers = [layer for layer in encoder.layers if isinstance(layer, EncoderLayer)]
     if any(layer.attention.qk_norm for layer in layers):
         raise ValueError("local_attention needs qk_norm=False: the norms would undo its biases")
+    if any(layer.attention.qkv.bias is None for layer in layers):
+        raise ValueError("local_attention needs qkv_bias=True: it sets the biases of queries and keys")
     for layer in layers[:depth]:
         query, key, _ = layer.attention.qkv.bias.view(3, encoder.heads, head_dim)
         for head, (down, right) in zip(range(encoder.heads), offsets, strict=False):

@@ -40,6 +40,7 @@ class PatchEmbedding(nn.Module):
         in_channels: number of channels C.
         dim: model width D.
         any_size: take images of other sizes, too, if the patch divides them.
+        bias: whether the map has a bias.
 
     Attributes:
         grid: (rows, columns) of patches.
@@ -48,7 +49,16 @@ class PatchEmbedding(nn.Module):
         ValueError: the patch does not divide the image; the message names the nearest sizes that would do.
     """
 
-    def __init__(self, image_size: Size, patch_size: Size, in_channels: int, dim: int, *, any_size: bool = False):
+    def __init__(
+        self,
+        image_size: Size,
+        patch_size: Size,
+        in_channels: int,
+        dim: int,
+        *,
+        any_size: bool = False,
+        bias: bool = True,
+    ):
         super().__init__()
         self.any_size = any_size
         self.image_size, self.patch_size = as_pair("image_size", image_size), as_pair("patch_size", patch_size)
@@ -57,7 +67,7 @@ class PatchEmbedding(nn.Module):
             if image % patch:
                 raise ValueError(f"image_size={self.image_size}: " + self.no_multiple(side, image, patch))
         self.grid = (self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1])
-        self.projection = Linear(in_channels * self.patch_size[0] * self.patch_size[1], dim)
+        self.projection = Linear(in_channels * self.patch_size[0] * self.patch_size[1], dim, bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, height, width) -> tokens (B, N, D), patches in reading order.
@@ -110,8 +120,17 @@ class ConvolutionalStem(PatchEmbedding):
         ValueError: as `PatchEmbedding`, and for a patch or a width that can't be halved like this.
     """
 
-    def __init__(self, image_size: Size, patch_size: Size, in_channels: int, dim: int, *, any_size: bool = False):
-        super().__init__(image_size, patch_size, in_channels, dim, any_size=any_size)
+    def __init__(
+        self,
+        image_size: Size,
+        patch_size: Size,
+        in_channels: int,
+        dim: int,
+        *,
+        any_size: bool = False,
+        bias: bool = True,
+    ):
+        super().__init__(image_size, patch_size, in_channels, dim, any_size=any_size, bias=bias)
         side = self.patch_size[0]
         if self.patch_size != (side, side) or side & (side - 1):
             raise ValueError(
@@ -132,7 +151,7 @@ class ConvolutionalStem(PatchEmbedding):
                 "activation": nn.GELU(),
             }
             self.blocks.append(nn.Sequential(OrderedDict(block)))
-        self.projection = Linear(dim, dim)
+        self.projection = Linear(dim, dim, bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """As `PatchEmbedding.forward`."""

@@ -5,7 +5,7 @@ registers (if any), patches in reading order.
 """
 
 from functools import lru_cache
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from vit_scratch.vision.patch_embedding import ConvolutionalStem, PatchEmbedding
 
 POOLINGS = ("class", "mean")
 POSITIONS = ("learned", "sinusoidal", "rotary")
+PREFIX_POSITIONS = ("none", "class", "all")
 STEMS = {"patch": PatchEmbedding, "convolution": ConvolutionalStem}
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -47,10 +48,16 @@ class VisionTransformer(nn.Module):
         in_channels: number of channels C.
         num_classes: number of logits; 0 leaves the head out, the output is then the pooled features.
         stem: what makes tokens of pixels: "patch" (`PatchEmbedding`) or "convolution" (`ConvolutionalStem`).
-        pooling: "class" reads the class token; "mean" has none and averages the patches.
-        registers: number of register tokens ("Vision Transformers Need Registers"), without a position.
+        pooling: "class" reads the class token, "mean" averages the patches.
+        class_token: whether there is one; None where the pooling reads it.
+        registers: number of register tokens ("Vision Transformers Need Registers").
         positions: "learned" (one vector for the class token and each patch), "sinusoidal" (2-D, fixed, patches
             only) or "rotary" (2-D, in every attention, patches only).
+        prefix_positions: which tokens in front of the patches have a learned position: "none" of them, the "class"
+            token, or "all", registers too.
+        embedding_norm: a layer norm of the tokens that enter the encoder, as in CLIP; the patch embedding has no bias
+            then.
+        pooled_norm: a layer norm of the pooled features; for an encoder without a final norm.
         local_attention: with rotary positions, strength with which each head at first attends to one neighbour of each
             patch in the first half of the layers; it sets the encoder's biases of queries and keys, see
             `attend_nearby`. None leaves them alone.
@@ -58,14 +65,16 @@ class VisionTransformer(nn.Module):
         dropout: probability of dropping an element of the tokens that enter the encoder.
 
     Attributes:
+        arguments: what it was built with, by name, the encoder's among them: `create_vit(**model.arguments)` builds
+            the like.
         grid: (rows, columns) of patches.
         num_prefix_tokens: class token and registers.
         num_features: D.
 
     Raises:
         ValueError: the patch does not divide the image or does not suit the stem, an unknown stem, pooling or kind of
-            positions, a negative number of registers, local attention without rotary positions, or a class token for
-            an encoder with convolutions, which pass it by.
+            positions, no class token to read, a negative number of registers, two final norms, local attention without
+            rotary positions, or a class token for an encoder with convolutions, which pass it by.
     """
 
     def __init__(
@@ -78,16 +87,33 @@ class VisionTransformer(nn.Module):
         num_classes: int = 10,
         stem: str = "patch",
         pooling: str = "class",
+        class_token: bool | None = None,
         registers: int = 0,
         positions: str = "learned",
+        prefix_positions: str = "class",
+        embedding_norm: bool = False,
+        pooled_norm: bool = False,
         local_attention: float | None = None,
         any_size: bool = False,
         dropout: float = 0.0,
     ):
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__", "encoder")}
         super().__init__()
+        self.arguments: dict[str, Any] = encoder.arguments | arguments
         check_choice("stem", stem, tuple(STEMS))
         check_choice("pooling", pooling, POOLINGS)
         check_choice("positions", positions, POSITIONS)
+        check_choice("prefix_positions", prefix_positions, PREFIX_POSITIONS)
+        has_class = pooling == "class" if class_token is None else class_token
+        if pooling == "class" and not has_class:
+            raise ValueError("pooling='class' reads the class token; class_token=False needs pooling='mean'")
+        if prefix_positions != "class" and positions != "learned":
+            raise ValueError(
+                f"prefix_positions={prefix_positions!r} is for positions='learned'; with {positions!r} only patches "
+                "have positions"
+            )
+        if pooled_norm and isinstance(encoder.norm, nn.LayerNorm):
+            raise ValueError("pooled_norm=True would normalise twice; build the encoder with final_norm=False")
         if registers < 0:
             raise ValueError(f"registers={registers} is negative; 0 for none")
         if local_attention is not None and positions != "rotary":
@@ -100,11 +126,13 @@ class VisionTransformer(nn.Module):
                 f"feed_forward_kernel={encoder.feed_forward_kernel} convolves over patches only, so that in the last "
                 "layer it would have no effect on a class token; set pooling='mean'"
             )
-        self.patch_embedding = STEMS[stem](image_size, patch_size, in_channels, encoder.dim, any_size=any_size)
+        self.patch_embedding = STEMS[stem](
+            image_size, patch_size, in_channels, encoder.dim, any_size=any_size, bias=not embedding_norm
+        )
         self.encoder = encoder
         self.pooling, self.num_features, self.num_classes = pooling, encoder.dim, num_classes
+        self.prefix_positions = prefix_positions
         self.grid = self.patch_embedding.grid
-        has_class = pooling == "class"
         self.num_prefix_tokens = has_class + registers
 
         self.class_token = nn.Parameter(torch.empty(1, 1, encoder.dim)) if has_class else None
@@ -112,7 +140,8 @@ class VisionTransformer(nn.Module):
         patches = self.grid[0] * self.grid[1]
         self.positions = None
         if positions == "learned":
-            self.positions = nn.Parameter(torch.empty(1, has_class + patches, encoder.dim))
+            prefix = {"none": 0, "class": int(has_class), "all": self.num_prefix_tokens}[prefix_positions]
+            self.positions = nn.Parameter(torch.empty(1, prefix + patches, encoder.dim))
         # Constants are not in the state dict: they follow from the arguments.
         fixed = sinusoids_2d(self.grid, encoder.dim) if positions == "sinusoidal" else None
         self.register_buffer("fixed_positions", fixed, persistent=False)
@@ -122,6 +151,9 @@ class VisionTransformer(nn.Module):
         self.register_buffer("rotation_cos", cos, persistent=False)
         self.register_buffer("rotation_sin", sin, persistent=False)
         self.dropout = Dropout(dropout)
+        eps = encoder.arguments["norm_eps"]
+        self.embedding_norm = nn.LayerNorm(encoder.dim, eps=eps) if embedding_norm else nn.Identity()
+        self.pooled_norm = nn.LayerNorm(encoder.dim, eps=eps) if pooled_norm else nn.Identity()
         self.head: nn.Module = nn.Identity()
         self.reset_classifier(num_classes)
         initialise(self)
@@ -137,14 +169,20 @@ class VisionTransformer(nn.Module):
             if grid != self.grid:
                 fixed = stretched_sinusoids(grid, self.grid, self.num_features, x.device)
             x = x + fixed.to(x.dtype)
-        if self.class_token is not None:
-            x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
-        if self.positions is not None:
-            x = x + resize_positions(self.positions, self.grid, grid)
-        if self.register_tokens is not None:
-            at = 0 if self.class_token is None else 1
-            x = torch.cat([x[:, :at], self.register_tokens.expand(x.shape[0], -1, -1), x[:, at:]], dim=1)
-        return self.dropout(x)
+        positions = None if self.positions is None else resize_positions(self.positions, self.grid, grid)
+        at, tokens = 0, []
+        for kind, prefix in (("class", self.class_token), ("registers", self.register_tokens)):
+            if prefix is None:
+                continue
+            if positions is not None and self.prefix_positions in (kind, "all"):
+                at, start = at + prefix.shape[1], at
+                tokens.append((prefix + positions[:, start:at]).expand(x.shape[0], -1, -1))
+            else:
+                tokens.append(prefix.expand(x.shape[0], -1, -1))
+        if positions is not None:
+            x = x + positions[:, at:]
+        x = torch.cat([*tokens, x], dim=1) if tokens else x
+        return self.embedding_norm(self.dropout(x))
 
     def grid_of(self, images: Tensor) -> Grid:
         """Rows and columns of patches of images (B, C, height, width)."""
@@ -165,6 +203,7 @@ class VisionTransformer(nn.Module):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Encoded tokens (B, prefix + N, D) -> logits (B, classes), or pooled features (B, D) with `pre_logits`."""
         x = x[:, 0] if self.pooling == "class" else x[:, self.num_prefix_tokens :].mean(dim=1)
+        x = self.pooled_norm(x)
         return x if pre_logits else self.head(x)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -196,9 +235,11 @@ class VisionTransformer(nn.Module):
         if global_pool is not None:
             check_choice("global_pool", global_pool, ("token", "avg"))
             if global_pool == "token" and self.class_token is None:
-                raise ValueError("global_pool='token' needs a class token; this model was built with pooling='mean'")
+                raise ValueError("global_pool='token' needs a class token; this model was built without one")
             self.pooling = {"token": "class", "avg": "mean"}[global_pool]
         self.num_classes = num_classes
+        has_class = self.class_token is not None
+        self.arguments |= dict(num_classes=num_classes, pooling=self.pooling, class_token=has_class)
         like = self.patch_embedding.projection.weight
         if num_classes:
             self.head = Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
@@ -263,7 +304,8 @@ def initialise(model: VisionTransformer) -> None:
     """
     projection = model.patch_embedding.projection
     nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
-    nn.init.zeros_(projection.bias)
+    if projection.bias is not None:
+        nn.init.zeros_(projection.bias)
     for module in model.patch_embedding.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
@@ -272,25 +314,31 @@ def initialise(model: VisionTransformer) -> None:
             nn.init.normal_(parameter, std=std)
 
 
-def vit_arguments(preset: str, **overrides: Any) -> dict[str, Any]:
+def vit_arguments(preset: str | None = None, **overrides: Any) -> dict[str, Any]:
     """All arguments of `VisionTransformer` and its `Encoder`: their defaults, the preset's, and `overrides`.
 
     Raises:
-        ValueError: an unknown preset or argument.
+        ValueError: an unknown preset or argument, or without a preset one that has no default.
     """
-    check_choice("preset", preset, tuple(PRESETS))
+    if preset is not None:
+        check_choice("preset", preset, tuple(PRESETS))
     accepted = {n: p.default for cls in (Encoder, VisionTransformer) for n, p in signature(cls).parameters.items()}
     del accepted["encoder"]
     for name in overrides:
         check_choice("argument", name, tuple(sorted(accepted)))
-    return accepted | PRESETS[preset] | overrides
+    arguments = accepted | ({} if preset is None else PRESETS[preset]) | overrides
+    missing = [name for name, value in arguments.items() if value is Parameter.empty]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} must be given, or a preset: {', '.join(PRESETS)}")
+    return arguments
 
 
-def create_vit(preset: str, **overrides: Any) -> VisionTransformer:
+def create_vit(preset: str | None = None, **overrides: Any) -> VisionTransformer:
     """Build a Vision Transformer and its encoder from one of `PRESETS`.
 
     Args:
-        preset: a key of `PRESETS`, such as "tiny_patch4_32".
+        preset: a key of `PRESETS`, such as "tiny_patch4_32"; without one, the overrides give at least `dim`, `depth`
+            and `heads`.
         overrides: arguments of `VisionTransformer` (all but the encoder) or of `Encoder` that differ from the
             preset's. `dropout` goes to both; `dim`, `depth` and `heads` describe the encoder.
 
