@@ -6,6 +6,7 @@ import json
 import pytest
 import timm
 import torch
+from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 from vit_scratch.transformer.decoder import Decoder
@@ -15,6 +16,7 @@ from vit_scratch.transformer.transformer import Transformer
 from vit_scratch.vision.vit import (
     POOLINGS,
     POSITIONS,
+    PREFIX_POSITIONS,
     PRESETS,
     STEMS,
     VisionTransformer,
@@ -660,15 +662,60 @@ def test_images_of_another_size_get_the_native_coordinates(size, layout):
     torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("registers", [0, 4])
-@pytest.mark.parametrize("grid", [(1, 1), (3, 5), (4, 4), (7, 9)])
-def test_learned_positions_are_resized_as_timm_does(grid, registers):
-    from timm.layers import resample_abs_pos_embed
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+@pytest.mark.parametrize("native", [(8, 8), (14, 14), (5, 12)])
+def test_learned_positions_are_resized_to_every_grid_as_timm_does(native, prefix):
+    positions = torch.randn(1, prefix + native[0] * native[1], 2)
+    for grid in itertools.product(range(1, 41), repeat=2):
+        resized = resize_positions(positions, native, grid)
+        assert resized.shape == (1, prefix + grid[0] * grid[1], 2)
+        assert torch.equal(resized[:, :prefix], positions[:, :prefix])
+        if grid == native:
+            assert torch.equal(resized, positions)
+        else:
+            expected = resample_abs_pos_embed(positions, list(grid), list(native), num_prefix_tokens=prefix)
+            torch.testing.assert_close(resized, expected)
 
-    prefix = 1 + registers
-    positions = torch.randn(1, prefix + 16, 8)
-    expected = resample_abs_pos_embed(positions, list(grid), [4, 4], num_prefix_tokens=prefix)
-    torch.testing.assert_close(resize_positions(positions, (4, 4), grid), expected)
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_the_native_size_of_every_grid_is_left_alone_bit_by_bit(prefix):
+    for grid in itertools.product(range(1, 41), repeat=2):
+        positions = torch.randn(1, prefix + grid[0] * grid[1], 1)
+        assert torch.equal(resize_positions(positions, grid, grid), positions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_positions_of_other_dtypes_are_resized_in_theirs(dtype):
+    positions = torch.randn(1, 1 + 16, 3, dtype=dtype)
+    resized = resize_positions(positions, (4, 4), (6, 5))
+    assert resized.dtype == dtype
+    expected = resize_positions(positions.double(), (4, 4), (6, 5))
+    torch.testing.assert_close(resized.double(), expected, atol=torch.finfo(dtype).eps * 4, rtol=torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("prefix_positions", PREFIX_POSITIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_set_to_another_size_is_one_built_for_it(layout, prefix_positions):
+    if layout["positions"] == "learned":
+        layout = layout | dict(prefix_positions=prefix_positions)
+    model = create_vit("tiny_patch4_32", **OTHER, **layout)
+    model.requires_grad_(False)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.set_input_size((6, 15))
+    built = create_vit("tiny_patch4_32", **OTHER | dict(image_size=(6, 15)), **layout)
+    if layout["positions"] == "learned":
+        weights["positions"] = resize_positions(weights["positions"], (4, 4), (3, 5))
+        assert not model.positions.requires_grad
+    built.load_state_dict(weights)
+    assert (model.grid, model.arguments) == ((3, 5), built.arguments | dict(class_token=model.class_token is not None))
+    images = torch.randn(2, 3, 6, 15)
+    assert torch.equal(model(images), built(images))
+    with pytest.raises(ValueError, match="the width 7 is not a multiple of the patch width 3"):
+        model.set_input_size((6, 7))
+    assert torch.equal(model(images), built(images))
+    before = model.state_dict()
+    model.set_input_size(img_size=(6, 15))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_size_first_seen_without_gradients_can_be_trained_on_later():

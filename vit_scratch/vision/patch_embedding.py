@@ -61,13 +61,20 @@ class PatchEmbedding(nn.Module):
     ):
         super().__init__()
         self.any_size = any_size
-        self.image_size, self.patch_size = as_pair("image_size", image_size), as_pair("patch_size", patch_size)
+        self.patch_size = as_pair("patch_size", patch_size)
         self.in_channels = in_channels
-        for side, image, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=True):
-            if image % patch:
-                raise ValueError(f"image_size={self.image_size}: " + self.no_multiple(side, image, patch))
-        self.grid = (self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1])
+        self.set_image_size(image_size)
         self.projection = Linear(in_channels * self.patch_size[0] * self.patch_size[1], dim, bias)
+
+    def set_image_size(self, image_size: Size) -> tuple[int, int]:
+        """Expect images of this size; returns the grid. Raises ValueError where the patch does not divide it."""
+        size = as_pair("image_size", image_size)
+        for side, image, patch in zip(("height", "width"), size, self.patch_size, strict=True):
+            if image % patch:
+                raise ValueError(f"image_size={size}: " + self.no_multiple(side, image, patch))
+        self.image_size = size
+        self.grid = (size[0] // self.patch_size[0], size[1] // self.patch_size[1])
+        return self.grid
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, height, width) -> tokens (B, N, D), patches in reading order.

@@ -143,13 +143,8 @@ class VisionTransformer(nn.Module):
             prefix = {"none": 0, "class": int(has_class), "all": self.num_prefix_tokens}[prefix_positions]
             self.positions = nn.Parameter(torch.empty(1, prefix + patches, encoder.dim))
         # Constants are not in the state dict: they follow from the arguments.
-        fixed = sinusoids_2d(self.grid, encoder.dim) if positions == "sinusoidal" else None
-        self.register_buffer("fixed_positions", fixed, persistent=False)
-        cos, sin = None, None
-        if positions == "rotary":
-            cos, sin = rotation_2d(self.grid, encoder.dim // encoder.heads, prefix=self.num_prefix_tokens)
-        self.register_buffer("rotation_cos", cos, persistent=False)
-        self.register_buffer("rotation_sin", sin, persistent=False)
+        for name, table in self.constants().items():
+            self.register_buffer(name, table, persistent=False)
         self.dropout = Dropout(dropout)
         eps = encoder.arguments["norm_eps"]
         self.embedding_norm = nn.LayerNorm(encoder.dim, eps=eps) if embedding_norm else nn.Identity()
@@ -159,6 +154,15 @@ class VisionTransformer(nn.Module):
         initialise(self)
         if local_attention is not None:
             attend_nearby(encoder, local_attention, encoder.depth // 2)
+
+    def constants(self) -> dict[str, Tensor | None]:
+        """Tables of the positions that are not learned, by the names of their buffers; None for those not needed."""
+        kind = self.arguments["positions"]
+        cos, sin = None, None
+        if kind == "rotary":
+            cos, sin = rotation_2d(self.grid, self.encoder.dim // self.encoder.heads, prefix=self.num_prefix_tokens)
+        fixed = sinusoids_2d(self.grid, self.encoder.dim) if kind == "sinusoidal" else None
+        return {"fixed_positions": fixed, "rotation_cos": cos, "rotation_sin": sin}
 
     def embed(self, images: Tensor) -> Tensor:
         """Images (B, C, height, width) -> the tokens (B, prefix + N, D) that enter the encoder."""
@@ -248,6 +252,24 @@ class VisionTransformer(nn.Module):
         else:
             self.head = nn.Identity()
 
+    def set_input_size(self, img_size: Size) -> None:
+        """Make this a model for images of another size, in pixels; the patch has to divide it.
+
+        Learned positions are resized to the new grid. Others become those of a model built for that size, where
+        neighbouring patches are as far apart as before; `any_size` stretches them over the native size instead.
+
+        Raises:
+            ValueError: no size, or one that the patch does not divide; the model stays as it was.
+        """
+        native, device = self.grid, self.patch_embedding.projection.weight.device
+        self.grid = self.patch_embedding.set_image_size(img_size)
+        self.arguments |= dict(image_size=self.patch_embedding.image_size)
+        if self.positions is not None:
+            resized = resize_positions(self.positions.detach(), native, self.grid)
+            self.positions = nn.Parameter(resized, requires_grad=self.positions.requires_grad)
+        for name, table in self.constants().items():
+            setattr(self, name, None if table is None else table.to(device))
+
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that are not to decay although they are no biases or norms."""
         return {"class_token", "register_tokens", "positions"}
@@ -264,14 +286,16 @@ class VisionTransformer(nn.Module):
 def resize_positions(positions: Tensor, native: Grid, grid: Grid) -> Tensor:
     """Learned positions (1, prefix + N, D) of one grid for another one, by bicubic interpolation with antialiasing.
 
-    Those of prefix tokens stay as they are, and for the same grid all do.
+    Those of prefix tokens, which are what exceeds the native grid, stay as they are, and for the same grid all do.
     """
     if grid == native:
         return positions
     prefix = positions.shape[1] - native[0] * native[1]
     image = rearrange(positions[:, prefix:], "one (n m) d -> one d n m", n=native[0])
+    image = image.to(torch.promote_types(image.dtype, torch.float32))  # there is none for half precision on a CPU
     image = F.interpolate(image, size=grid, mode="bicubic", antialias=True, align_corners=False)
-    return torch.cat([positions[:, :prefix], rearrange(image, "one d n m -> one (n m) d")], dim=1)
+    resized = rearrange(image, "one d n m -> one (n m) d").to(positions.dtype)
+    return torch.cat([positions[:, :prefix], resized], dim=1)
 
 
 @lru_cache
