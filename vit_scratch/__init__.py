@@ -7,6 +7,7 @@ from vit_scratch.transformer.feed_forward import FeedForward
 from vit_scratch.transformer.generation import Hypothesis, beam_search, greedy, sample
 from vit_scratch.transformer.positions import LearnedPositions, SinusoidalPositions
 from vit_scratch.transformer.transformer import TokenEmbedding, Transformer
+from vit_scratch.vision import timm_hook as _timm_hook  # noqa: F401 - registers our presets with timm
 from vit_scratch.vision.patch_embedding import PatchEmbedding
 from vit_scratch.vision.vit import PRESETS, VisionTransformer, create_vit
 

@@ -439,6 +439,31 @@ def test_an_encoder_is_its_layers_and_a_final_norm_in_pre_norm_mode_unless_told(
 
 
 @NORM_ORDERS
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_intermediates_are_the_outputs_of_the_layers_asked_for_and_no_more(norm_first, checkpointing):
+    encoder = randomise(Encoder(DIM, 4, HEADS, norm_first=norm_first)).double()
+    encoder.gradient_checkpointing = checkpointing
+    calls = [0] * 4
+    for i, layer in enumerate(encoder.layers):
+        layer.register_forward_hook(lambda *_, i=i: calls.__setitem__(i, calls[i] + 1))
+    x, mask = torch.randn(2, LENGTH, DIM).double(), padding(LENGTH, 4, total=LENGTH)
+    expected = [x]
+    for layer in encoder.layers:
+        expected.append(hand_encoder_layer(layer, expected[-1], mask[:, None]))
+    for wanted in ([0], [2, 0], (1, 1), {0, 1, 2, 3}):
+        calls[:] = [0] * 4
+        found = encoder.intermediates(x, wanted, mask)
+        assert found.keys() == set(wanted)
+        assert calls == [int(i <= max(wanted)) for i in range(4)]
+        for i, tokens in found.items():
+            torch.testing.assert_close(tokens, expected[i + 1], atol=1e-10, rtol=1e-8)
+    torch.testing.assert_close(encoder.norm(encoder.intermediates(x, [3], mask)[3]), encoder(x, mask))
+    for wrong in ([], [4], [-1], [0, 7]):
+        with pytest.raises(ValueError, match="are not layers of an encoder with 4, 0 to 3"):
+            encoder.intermediates(x, wrong)
+
+
+@NORM_ORDERS
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_decoder_is_its_causal_layers_and_a_final_norm_in_pre_norm_mode_only(norm_first, depth):
     decoder = randomise(Decoder(DIM, depth, HEADS, norm_first=norm_first)).double()

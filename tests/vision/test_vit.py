@@ -456,6 +456,48 @@ def test_a_negative_number_of_registers_is_refused():
         build(registers=-1)
 
 
+# Features
+
+
+@pytest.mark.parametrize("size", [(8, 12), (12, 8), (4, 20)])
+@COMBINATIONS
+def test_features_are_maps_of_the_patches_and_the_class_token(pooling, positions, registers, size):
+    model = build(depth=3, pooling=pooling, positions=positions, registers=registers, any_size=True)
+    images, grid = torch.randn(2, 3, *size), (size[0] // 4, size[1] // 4)
+    whole = model.forward_features(images)
+    (last, token), (first, _), (again, _) = model.features(images, layers=[-1, 0, 2])
+    assert torch.equal(last, again)
+    assert last.shape == (2, DIM, *grid)
+    for row, column in itertools.product(range(grid[0]), range(grid[1])):
+        n = model.num_prefix_tokens + row * grid[1] + column
+        torch.testing.assert_close(last[:, :, row, column], whole[:, n])
+    if pooling == "class":
+        torch.testing.assert_close(token, whole[:, 0])
+    else:
+        assert token is None
+    raw = model.features(images, layers=[0], norm=False)[0][0]
+    torch.testing.assert_close(model.encoder.norm(raw.movedim(1, -1)).movedim(-1, 1), first)
+    assert not torch.allclose(raw, first, atol=1e-2)
+    with torch.no_grad():
+        model.encoder.layers[1].attention.out.weight.add_(1)
+    assert torch.equal(model.features(images, layers=[0], norm=False)[0][0], raw)
+
+
+def test_features_of_layers_that_are_not_there_are_refused():
+    for wrong in ([], [2], [-3], [0, 5]):
+        with pytest.raises(ValueError, match=r"this model has 2 layers, from 0 to 1 or -1 to -2"):
+            build().features(random_images(), layers=wrong)
+    with pytest.raises(ValueError, match="this model takes"):
+        build().features(torch.randn(2, 3, 4, 4))
+
+
+def test_a_model_with_convolutions_has_features_too():
+    model = build(encoder_options=dict(feed_forward_kernel=3), stem="convolution", pooling="mean", registers=1).eval()
+    images = random_images()
+    feature_map = model.features(images)[0][0]
+    torch.testing.assert_close(model.head(feature_map.mean((2, 3))), model(images))
+
+
 # The contract of timm's models
 
 

@@ -3,6 +3,7 @@
 Shapes: B batch, N tokens, D model width, H heads.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -182,6 +183,60 @@ class Encoder(nn.Module):
             ValueError: x of another width, a mask that `expand_mask` refuses, `num_outputs` out of range, or a grid
                 that is missing or has more patches than there are tokens.
         """
+        mask = self.check(x, mask, num_outputs, grid)
+        for layer in self.layers:
+            outputs = num_outputs if layer is self.layers[-1] else None
+            x = self.run(layer, x, mask, rotation, outputs, grid)
+        return self.norm(x)
+
+    def intermediates(
+        self,
+        x: Tensor,
+        layers: Collection[int],
+        mask: Tensor | None = None,
+        rotation: Rotation | None = None,
+        grid: Grid | None = None,
+    ) -> dict[int, Tensor]:
+        """What some of the layers return, before the final norm; those behind the last of them are not computed.
+
+        Args:
+            layers: which, counted from 0.
+            others: as `forward`.
+
+        Returns:
+            (B, N, D) for each of these layers; nothing else is kept.
+
+        Raises:
+            ValueError: a layer that there is not, or none at all, and as `forward`.
+        """
+        if not layers or not all(0 <= i < self.depth for i in layers):
+            raise ValueError(
+                f"layers={list(layers)} are not layers of an encoder with {self.depth}, 0 to {self.depth - 1}"
+            )
+        mask = self.check(x, mask, None, grid)
+        kept = {}
+        for i in range(max(layers) + 1):
+            x = self.run(self.layers[i], x, mask, rotation, None, grid)
+            if i in layers:
+                kept[i] = x
+        return kept
+
+    def run(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        mask: Tensor | None,
+        rotation: Rotation | None,
+        num_outputs: int | None,
+        grid: Grid | None,
+    ) -> Tensor:
+        """One layer, with or without gradient checkpointing; the arguments as `EncoderLayer.forward`."""
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            return checkpoint(layer, x, mask, rotation, num_outputs, grid, use_reentrant=False)
+        return layer(x, mask, rotation, num_outputs, grid)
+
+    def check(self, x: Tensor, mask: Tensor | None, num_outputs: int | None, grid: Grid | None) -> Tensor | None:
+        """Raise ValueError as `forward`; returns the mask with four dimensions."""
         check_width(x, self.dim)
         if self.feed_forward_kernel is not None:
             if grid is None or grid[0] * grid[1] > x.shape[1]:
@@ -196,15 +251,7 @@ class Encoder(nn.Module):
                 )
         if num_outputs is not None and not 1 <= num_outputs <= x.shape[1]:
             raise ValueError(f"num_outputs={num_outputs} is out of range; x has {x.shape[1]} tokens, None is for all")
-        if mask is not None:
-            mask = expand_mask(mask, x.shape[0], self.heads, x.shape[1], x.shape[1])
-        for layer in self.layers:
-            outputs = num_outputs if layer is self.layers[-1] else None
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, mask, rotation, outputs, grid, use_reentrant=False)
-            else:
-                x = layer(x, mask, rotation, outputs, grid)
-        return self.norm(x)
+        return None if mask is None else expand_mask(mask, x.shape[0], self.heads, x.shape[1], x.shape[1])
 
 
 def check_width(x: Tensor, dim: int) -> None:

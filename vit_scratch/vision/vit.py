@@ -4,6 +4,7 @@ Shapes: B batch, C channels, N patches, D model width, K head width. Tokens stan
 registers (if any), patches in reading order.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from inspect import Parameter, signature
 from typing import Any
@@ -76,6 +77,10 @@ class VisionTransformer(nn.Module):
             positions, no class token to read, a negative number of registers, two final norms, local attention without
             rotary positions, or a class token for an encoder with convolutions, which pass it by.
     """
+
+    fixed_positions: Tensor | None
+    rotation_cos: Tensor | None
+    rotation_sin: Tensor | None
 
     def __init__(
         self,
@@ -196,13 +201,49 @@ class VisionTransformer(nn.Module):
     def forward_features(self, images: Tensor, num_outputs: int | None = None) -> Tensor:
         """Images (B, C, height, width) -> encoded tokens (B, prefix + N, D), or the first `num_outputs` of them."""
         x = self.embed(images)  # refuses images that are none
-        rotation, grid = None, self.grid_of(images)
-        if self.rotation_cos is not None:
-            rotation = self.rotation_cos, self.rotation_sin
-            if grid != self.grid:
-                head_dim = self.encoder.dim // self.encoder.heads
-                rotation = stretched_rotation(grid, self.grid, head_dim, self.num_prefix_tokens, images.device)
-        return self.encoder(x, rotation=rotation, num_outputs=num_outputs, grid=grid)
+        grid = self.grid_of(images)
+        return self.encoder(x, rotation=self.rotation(grid), num_outputs=num_outputs, grid=grid)
+
+    def rotation(self, grid: Grid) -> Rotation | None:
+        """Rotary positions of all tokens for this grid of patches, None for a model that has others."""
+        cos, sin = self.rotation_cos, self.rotation_sin
+        if cos is None or sin is None or grid == self.grid:
+            return None if cos is None or sin is None else (cos, sin)
+        head_dim = self.encoder.dim // self.encoder.heads
+        return stretched_rotation(grid, self.grid, head_dim, self.num_prefix_tokens, cos.device)
+
+    def features(
+        self, images: Tensor, layers: Sequence[int] = (-1,), *, norm: bool = True
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Feature maps of some layers, for heads that need to know where things are. Nothing else is kept in memory.
+
+        Args:
+            images: (B, C, height, width), of any size that the patch divides if the model was built with `any_size`.
+            layers: which layers' outputs, counted from 0; negative ones from the last, which is -1.
+            norm: apply the final norm of the encoder to each.
+
+        Returns:
+            For each layer, in the order asked for, its patches (B, D, rows, columns) and its class token (B, D), None
+            for a model without one.
+
+        Raises:
+            ValueError: a layer that there is not, or images that the model does not take.
+        """
+        depth = self.encoder.depth
+        wanted = [i + depth if -depth <= i < 0 else i for i in layers]
+        if not wanted or not all(0 <= i < depth for i in wanted):
+            raise ValueError(
+                f"layers={list(layers)}: this model has {depth} layers, from 0 to {depth - 1} or -1 to -{depth}"
+            )
+        x, grid = self.embed(images), self.grid_of(images)
+        found = self.encoder.intermediates(x, wanted, rotation=self.rotation(grid), grid=grid)
+        results = []
+        for i in wanted:
+            tokens = self.encoder.norm(found[i]) if norm else found[i]
+            patches = tokens[:, self.num_prefix_tokens :]
+            feature_map = rearrange(patches, "b (n m) d -> b d n m", n=grid[0]).contiguous()
+            results.append((feature_map, None if self.class_token is None else tokens[:, 0]))
+        return results
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Encoded tokens (B, prefix + N, D) -> logits (B, classes), or pooled features (B, D) with `pre_logits`."""
@@ -273,6 +314,13 @@ class VisionTransformer(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that are not to decay although they are no biases or norms."""
         return {"class_token", "register_tokens", "positions"}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns by which timm finds the layer of a parameter, for learning rates that decay from layer to layer."""
+        return {
+            "stem": r"^class_token|^register_tokens|^positions|^patch_embedding|^embedding_norm",
+            "blocks": [(r"^encoder\.layers\.(\d+)", None), (r"^encoder\.norm", (99999,))],
+        }
 
     def hidden_matrices(self) -> dict[str, int]:
         """Names of the weight matrices before the head, and of how many stacked maps each consists."""
@@ -357,12 +405,15 @@ def vit_arguments(preset: str | None = None, **overrides: Any) -> dict[str, Any]
     return arguments
 
 
-def create_vit(preset: str | None = None, **overrides: Any) -> VisionTransformer:
+def create_vit(
+    preset: str | None = None, cls: type[VisionTransformer] = VisionTransformer, **overrides: Any
+) -> VisionTransformer:
     """Build a Vision Transformer and its encoder from one of `PRESETS`.
 
     Args:
         preset: a key of `PRESETS`, such as "tiny_patch4_32"; without one, the overrides give at least `dim`, `depth`
             and `heads`.
+        cls: the class to build, `VisionTransformer` or one derived from it.
         overrides: arguments of `VisionTransformer` (all but the encoder) or of `Encoder` that differ from the
             preset's. `dropout` goes to both; `dim`, `depth` and `heads` describe the encoder.
 
@@ -372,7 +423,7 @@ def create_vit(preset: str | None = None, **overrides: Any) -> VisionTransformer
     arguments = vit_arguments(preset, **overrides)
     encoder = Encoder(**{n: arguments[n] for n in signature(Encoder).parameters})
     names = [n for n in signature(VisionTransformer).parameters if n != "encoder"]
-    return VisionTransformer(encoder, **{n: arguments[n] for n in names})
+    return cls(encoder, **{n: arguments[n] for n in names})
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
