@@ -1,4 +1,4 @@
-"""The command `vit-scratch train | evaluate | translate`; `train.py` and `evaluate.py` call it too.
+"""The command `vit-scratch train | evaluate | translate | convert`; `train.py` and `evaluate.py` call it too.
 
 Exit status: 0 when done; 2 for input that can't work, before any work is done; 1 for what goes wrong later; 128 + the
 signal's number when stopped by a signal. With VIT_SCRATCH_TRACEBACK=1 in the environment errors show where they arose.
@@ -14,6 +14,7 @@ from types import ModuleType
 
 from vit_scratch.config import (
     TASKS,
+    ConvertConfig,
     EvaluateConfig,
     Parser,
     TranslateConfig,
@@ -30,6 +31,7 @@ commands:
   train      train a Vision Transformer, or an encoder-decoder on sequences, and report how good it is
   evaluate   evaluate a trained model
   translate  translate sentences with a trained model
+  convert    turn a Vision Transformer of timm, torchvision or transformers into one of ours, or one of ours into theirs
 
 vit-scratch COMMAND --help lists the fields of a command."""
 
@@ -101,6 +103,27 @@ def translate(arguments: list[str], prog: str) -> int:
     return 0
 
 
+def convert(arguments: list[str], prog: str) -> int:
+    """The command `convert`; returns the exit status."""
+    parser = Parser(
+        prog=prog, description="Convert a Vision Transformer's weights from one library's form to another's."
+    )
+    parser.add_argument(
+        "source",
+        type=str,
+        help="Folder of a run, a file of weights, a folder that timm or transformers saved, or LIBRARY:NAME for "
+        "pretrained weights, such as timm:vit_tiny_patch16_224, which are downloaded.",
+    )
+    parser.add_argument(
+        "destination", type=str, help="What to write: a folder for timm and transformers, else a .safetensors file."
+    )
+    parser.add_class_arguments(ConvertConfig, None)
+    values = parse(parser, arguments)
+    config = build(ConvertConfig, values)
+    task_module("convert").convert(config, values.source, Path(values.destination))
+    return 0
+
+
 def input_lines() -> Iterator[str]:
     """The lines of the standard input. Raises ValueError at the first that is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, 1):
@@ -110,7 +133,7 @@ def input_lines() -> Iterator[str]:
             raise ValueError(f"line {number} of the input is not UTF-8 ({error.reason}); convert it first") from error
 
 
-COMMANDS = {"train": train, "evaluate": evaluate, "translate": translate}
+COMMANDS = {"train": train, "evaluate": evaluate, "translate": translate, "convert": convert}
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:

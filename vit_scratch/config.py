@@ -461,6 +461,20 @@ class TranslateConfig:
     decode: DecodeOverrides = field(default_factory=DecodeOverrides)
 
 
+@dataclass
+class ConvertConfig:
+    """A conversion of a Vision Transformer's weights."""
+
+    to: Literal["timm", "torchvision", "transformers", "vit_scratch"] = "vit_scratch"
+    """In whose form to write it."""
+    architecture: str | None = None
+    """For a file with weights of another library: of what model, such as timm:vit_tiny_patch16_224."""
+    incomplete: bool = False
+    """Take those weights of such a file that fit, and leave the others as they are at first."""
+    image_size: Size | None = None
+    """Make it a model for images of this size; learned positions are resized. Null leaves it as it is."""
+
+
 class Parser(ArgumentParser):
     """A parser whose errors are one sentence, name the nearest valid key, and end with exit status 2."""
 

@@ -1,337 +1,224 @@
-"""Weights of timm, torchvision and transformers in ours and back: every architecture, equal logits, the same bits."""
+"""Pretrained weights by name, from files and from state dicts: all of them, or a message that says what is wrong."""
+
+import pickle
 
 import pytest
 import timm
 import torch
 import torchvision
-from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
+from safetensors.torch import save_file
 from torch import nn
-from torchvision.models import VisionTransformer as TorchvisionVisionTransformer
 
-from vit_scratch.vision.pretrained import (
-    ConversionError,
-    from_timm,
-    from_torchvision,
-    from_transformers,
-    largest_difference,
-    timm_arguments,
-    to_timm,
-    to_torchvision,
-    to_transformers,
-)
-from vit_scratch.vision.vit import PREFIX_POSITIONS, create_vit
+from vit_scratch.vision import pretrained
+from vit_scratch.vision.conversion import ConversionError, to_timm, to_torchvision, to_transformers
+from vit_scratch.vision.pretrained import build_theirs, fill, load_pretrained, read_tensors
+from vit_scratch.vision.vit import create_vit
 
-SMALL = dict(dim=24, depth=2, heads=3, hidden_dim=60, image_size=16, patch_size=4, num_classes=7)
+NAME = "timm:vit_tiny_patch16_224"
+SMALL = dict(dim=24, depth=1, heads=3, image_size=16, patch_size=4, num_classes=7)
 
 
-def meta_timm(name):
-    """An architecture of timm with one layer, or where that can't be with all, without memory."""
-    with torch.device("meta"):
-        try:
-            return timm.create_model(name, depth=1)
-        except AssertionError:
-            return timm.create_model(name)
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
 
 
-def list_timm():
-    """Architectures that can be converted, and the reasons of those that can't."""
-    plain, reasons = [], {}
-    for name in timm.list_models(["vit_*", "deit_*", "deit3_*"]):
-        try:
-            timm_arguments(meta_timm(name))
-            plain.append(name)
-        except ConversionError as error:
-            reasons[name] = str(error)
-    return plain, reasons
+@pytest.fixture
+def tiny(monkeypatch):
+    """The one architecture of these tests, smaller than it is."""
+    create_model = timm.create_model
+
+    def create(name, **options):
+        if name == "vit_tiny_patch16_224":
+            options = dict(img_size=16, patch_size=4, embed_dim=24, depth=2) | options
+        return create_model(name, **options)
+
+    monkeypatch.setattr(timm, "create_model", create)
+    return create("vit_tiny_patch16_224", num_classes=5).eval()
 
 
-PLAIN, REASONS = list_timm()
-
-
-@torch.no_grad()
-def randomise(model):
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.uniform_(-0.2, 0.25, generator=generator)
-    return model
-
-
-def same_bits(first, second):
-    first, second = first.state_dict(), second.state_dict()
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert tensor.dtype == second[name].dtype
-        assert tensor.shape == second[name].shape
-        assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
-
-
-def logits(model, images):
-    output = model.eval()(images)
-    if isinstance(output, torch.Tensor):
-        return output
-    return output.logits if hasattr(output, "logits") else output.last_hidden_state[:, 0]
-
-
-@torch.no_grad()
-def check_round_trip(theirs, there, back):
-    ours = there(theirs)
-    returned = back(ours)
-    same_bits(theirs, returned)
-    images = torch.randn(2, ours.patch_embedding.in_channels, *ours.patch_embedding.image_size)
-    expected = logits(theirs, images)
-    assert expected.std() > 1e-3
-    torch.testing.assert_close(logits(ours, images), expected, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(logits(returned, images), expected, atol=1e-6, rtol=1e-6)
-    # Arguments, their defaults left out, build the same model, too.
-    with torch.device("meta"):
-        again = create_vit(**ours.arguments)
-    again.load_state_dict(ours.state_dict(), assign=True)
-    assert torch.equal(logits(again, images), logits(ours, images))
-    memory = {t.data_ptr() for m in (theirs, returned) for t in m.parameters()}
-    assert not memory & {t.data_ptr() for t in ours.parameters()}
-    return ours
-
-
-# timm
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_every_plain_architecture_of_timm_goes_there_and_back(name):
-    rows, columns = meta_timm(name).patch_embed.patch_size
-    with torch.device("meta"):
-        theirs = timm.create_model(name, depth=1, img_size=(2 * rows, 3 * columns))
-    theirs = randomise(theirs.to_empty(device="cpu"))
-    check_round_trip(theirs, from_timm, to_timm)
-
-
-def test_the_architectures_that_are_refused_are_of_other_kinds():
-    kinds = {
-        "the blocks of EVA": 40,
-        "an attention pooling": 15,
-        "a HybridEmbed in front": 10,
-        "relative positions": 10,
-        "a distillation token with a head of its own": 4,
-        "blocks that are a ParallelScalingBlock": 1,
-        "blocks that are a DiffParallelScalingBlock": 1,
-        "blocks that are a ParallelThingsBlock": 2,
-        "blocks that are a ResPostBlock": 1,
-        "a feed-forward network that is a GluMlp": 1,
-        "an attention that is a DiffAttention": 1,
-    }
-    for name, reason in REASONS.items():
-        assert any(reason.endswith(f"can't be converted: it has {kind}") for kind in kinds), (name, reason)
-    for kind, least in kinds.items():
-        assert sum(reason.endswith(f"has {kind}") for reason in REASONS.values()) >= least, kind
-    for name in (
-        "vit_base_patch16_224",
-        "deit_tiny_patch16_224",
-        "deit3_small_patch16_224",
-        "vit_base_patch16_clip_224",
-    ):
-        assert name in PLAIN
-    assert {"vit_small_patch14_dinov2", "vit_large_patch14_reg4_dinov2", "vit_base_patch16_gap_224"} <= set(PLAIN)
-
-
-@pytest.mark.parametrize("class_token", [False, True])
-@pytest.mark.parametrize("no_embed_class", [False, True])
-@pytest.mark.parametrize("reg_tokens", [0, 3])
-@pytest.mark.parametrize("final", [dict(fc_norm=True), dict(fc_norm=False), dict(final_norm=False)])
-@pytest.mark.parametrize("inner", [dict(), dict(pre_norm=True, qkv_bias=False), dict(init_values=0.1, qk_norm=True)])
-def test_what_timm_can_combine_goes_there_and_back(class_token, no_embed_class, reg_tokens, final, inner):
-    for pooling in ("token", "avg") if class_token else ("avg",):
-        theirs = TimmVisionTransformer(
-            img_size=(8, 12),
-            patch_size=4,
-            in_chans=2,
-            embed_dim=24,
-            depth=2,
-            num_heads=3,
-            mlp_ratio=2.4,
-            num_classes=0 if final == dict(fc_norm=True) else 5,
-            class_token=class_token,
-            no_embed_class=no_embed_class,
-            reg_tokens=reg_tokens,
-            global_pool=pooling,
-            **final,
-            **inner,
-        )
-        check_round_trip(randomise(theirs), from_timm, to_timm)
-
-
-@pytest.mark.parametrize("activation", ["gelu_tanh", "quick_gelu", "relu"])
-def test_activations_and_epsilons_go_to_timm_and_back(activation):
-    ours = randomise(create_vit(**SMALL, activation=activation, norm_eps=0.3))
-    theirs = to_timm(ours)
-    assert largest_difference(from_timm(theirs), theirs, ours) < 1e-12
-    assert largest_difference(from_timm(theirs), create_vit(**SMALL), ours) > 1e-2
-    same_bits(from_timm(theirs), ours)
-
-
-@pytest.mark.parametrize("registers", [0, 2])
-@pytest.mark.parametrize("prefix_positions", PREFIX_POSITIONS)
-@pytest.mark.parametrize("options", [dict(), dict(pooling="mean"), dict(pooling="mean", class_token=True)])
-def test_ours_go_to_timm_whatever_has_a_position(registers, prefix_positions, options):
-    ours = randomise(create_vit(**SMALL, **options, registers=registers, prefix_positions=prefix_positions))
-    theirs, images = to_timm(ours), torch.randn(2, 3, 16, 16)
+def check(ours, theirs):
+    images = torch.randn(2, 3, *ours.patch_embedding.image_size)
     with torch.no_grad():
-        torch.testing.assert_close(logits(theirs, images), logits(ours, images), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (dict(positions="rotary"), "rotary positions"),
-        (dict(positions="sinusoidal"), "sinusoidal positions"),
-        (dict(stem="convolution"), "a convolutional stem"),
-        (dict(feed_forward_kernel=3, pooling="mean"), "convolutions in its feed-forward networks"),
-        (dict(norm_first=False), "layers with their norms behind the sums"),
-        (dict(positions="rotary", norm_first=False), "rotary positions, layers with their norms behind the sums"),
-    ],
-)
-@pytest.mark.parametrize("convert", [to_timm, to_torchvision, to_transformers])
-def test_what_only_ours_has_is_refused(options, reason, convert):
-    with pytest.raises(ConversionError, match=f"this model can't be converted: it has {reason}$"):
-        convert(create_vit(**(SMALL | options)))
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (dict(norm_layer="rmsnorm"), "norms that are no layer norms"),
-        (dict(act_layer="silu"), "an activation SiLU"),
-        (dict(global_pool="avgmax"), "a pooling 'avgmax'"),
-        (dict(global_pool="map"), "an attention pooling"),
-        (dict(pos_embed="none"), "no positions"),
-        (dict(proj_bias=False), "linear maps without a bias"),
-        (dict(dynamic_img_pad=True), "padding of images"),
-        (dict(scale_attn_norm=True), "a norm inside attention or feed-forward network"),
-        (dict(pool_include_prefix=True, global_pool="avg"), "an average of the prefix tokens, too"),
-        (dict(embed_norm_layer="layernorm"), "a norm inside attention or feed-forward network"),
-    ],
-)
-def test_what_only_timm_has_is_refused_by_name(change, reason):
-    options = dict(img_size=16, patch_size=4, embed_dim=24, depth=1, num_heads=3, num_classes=5)
-    with pytest.raises(ConversionError, match=f"timm's VisionTransformer can't be converted: it has .*{reason}"):
-        from_timm(TimmVisionTransformer(**options, **change))
-
-
-def test_what_was_not_seen_shows_in_the_logits():
-    theirs = TimmVisionTransformer(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5)
-    randomise(theirs).blocks[1].attn.scale *= 30
-    theirs.blocks[1].attn.fused_attn = False
-    with pytest.raises(ConversionError, match="the logits of both models differ by .* computes something that was not"):
-        from_timm(theirs)
-
-
-def test_a_second_head_is_refused_with_counts_and_names():
-    theirs = TimmVisionTransformer(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5)
-    theirs.second = nn.Linear(24, 5)
-    with pytest.raises(ConversionError, match=r"of 34, 2 unexpected \(second.weight, second.bias\)"):
-        from_timm(theirs)
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtypes_and_modes_are_kept_and_the_source_is_left_alone(dtype, training):
-    theirs = TimmVisionTransformer(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3, drop_path_rate=0.1)
-    theirs = randomise(theirs).to(dtype).train(training)
-    theirs.blocks[0].eval()
-    before = {name: (t.data_ptr(), t.clone()) for name, t in theirs.state_dict().items()}
-    modes = [m.training for m in theirs.modules()]
-    returned = to_timm(from_timm(theirs))
-    same_bits(theirs, returned)
-    assert returned.training is training
-    assert modes == [m.training for m in theirs.modules()]
-    assert all(t.data_ptr() == before[n][0] and torch.equal(t, before[n][1]) for n, t in theirs.state_dict().items())
-
-
-# torchvision
-
-
-@pytest.mark.parametrize("name", [n for n in torchvision.models.list_models() if n.startswith("vit_")])
-def test_every_architecture_of_torchvision_goes_there_and_back(name):
-    with torch.device("meta"):
-        large = torchvision.models.get_model(name)
-        theirs = TorchvisionVisionTransformer(
-            2 * large.patch_size,
-            large.patch_size,
-            1,
-            large.encoder.layers[0].num_heads,
-            large.hidden_dim,
-            large.mlp_dim,
-        )
-    check_round_trip(randomise(theirs.to_empty(device="cpu")), from_torchvision, to_torchvision)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (dict(in_channels=1), "1 channels"),
-        (dict(num_classes=0), "no head"),
-        (dict(image_size=(16, 20)), "images of 16 x 20 in patches of 4 x 4"),
-        (dict(qkv_bias=False), "queries, keys and values without a bias"),
-        (dict(activation="relu"), "an activation 'relu'"),
-        (dict(pooling="mean"), "a mean of the patches"),
-        (dict(registers=1), "registers"),
-        (dict(prefix_positions="none"), "a class token without a position"),
-        (dict(embedding_norm=True), "a norm before its encoder"),
-        (dict(final_norm=False, pooled_norm=True), "no norm behind its encoder"),
-        (dict(layer_scale=0.1), "LayerScale"),
-        (dict(qk_norm=True), "norms of queries and keys"),
-    ],
-)
-def test_what_torchvision_has_not_is_refused(options, reason):
-    with pytest.raises(ConversionError, match=f"for torchvision's class, this model can't be .* it has {reason}$"):
-        to_torchvision(create_vit(**(SMALL | options)))
-
-
-def test_a_head_of_two_layers_is_refused_and_none_is_taken():
-    theirs = randomise(TorchvisionVisionTransformer(16, 4, 1, 3, 24, 60, num_classes=5, representation_size=9))
-    with pytest.raises(ConversionError, match="a hidden layer in its head"):
-        from_torchvision(theirs)
-    theirs.heads = nn.Identity()
-    images = torch.randn(2, 3, 16, 16)
-    with torch.no_grad():
-        torch.testing.assert_close(from_torchvision(theirs).eval()(images), theirs.eval()(images))
-
-
-# transformers
-
-
-@pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh", "quick_gelu", "relu"])
-@pytest.mark.parametrize("options", [dict(), dict(qkv_bias=False, image_size=[8, 12], num_channels=2, patch_size=2)])
-@pytest.mark.parametrize("head", [False, True])
-def test_models_of_transformers_go_there_and_back(act, options, head):
+def test_models_of_all_libraries_are_known_by_their_class():
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=60,
-        hidden_act=act,
-        num_labels=5,
-        **dict(image_size=16, patch_size=4) | options,
-    )
-    if head:
-        theirs = transformers.ViTForImageClassification(config)
+    ours = create_vit(**SMALL)
+    for convert in (to_timm, to_torchvision):
+        check(load_pretrained(convert(ours)), ours)
+    theirs = to_transformers(ours)
+    assert isinstance(theirs, transformers.PreTrainedModel)
+    check(load_pretrained(theirs), ours)
+    with pytest.raises(ConversionError, match="Linear is of torch; known are timm, torchvision, transformers"):
+        load_pretrained(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "pth", "wrapped", "parallel", "state dict"])
+def test_weights_are_read_from_every_kind_of_file_with_their_number_of_classes(tiny, tmp_path, form):
+    weights, path = tiny.state_dict(), tmp_path / f"weights.{'safetensors' if form == 'safetensors' else 'pth'}"
+    if form == "safetensors":
+        save_file(weights, path)
+    elif form == "parallel":
+        torch.save({f"module.{name}": tensor for name, tensor in weights.items()}, path)
     else:
-        theirs = transformers.ViTModel(config, add_pooling_layer=False)
-    ours = check_round_trip(randomise(theirs), from_transformers, to_transformers)
-    assert ours.encoder.norm.eps == 1e-12
-    returned = to_transformers(ours).config.to_dict()
-    for name, value in theirs.config.to_dict().items():
-        if name not in ("architectures", "id2label", "label2id", "encoder_stride", "pooler_output_size", "dtype"):
-            assert returned[name] == value or list(returned[name]) == list(value), name
+        torch.save({"state_dict": weights} if form == "wrapped" else weights, path)
+    source = weights if form == "state dict" else path
+    ours = load_pretrained(source, NAME)
+    assert ours.num_classes == 5
+    check(ours, tiny)
+    with pytest.raises(ValueError, match=r"do not say of what model they are; .* \(32 tensors: "):
+        load_pretrained(source)
 
 
-def test_poolers_and_other_models_of_transformers_are_refused():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, image_size=16)
-    with pytest.raises(ConversionError, match=r"it has a pooler \(add_pooling_layer=False leaves it out\)"):
-        from_transformers(transformers.ViTModel(config))
-    with pytest.raises(ConversionError, match="a class of its own"):
-        from_transformers(transformers.ViTForMaskedImageModeling(config))
-    with pytest.raises(ConversionError, match="a class of its own"):
-        from_torchvision(torchvision.models.resnet18())
-    with pytest.raises(ConversionError, match="a class of its own"):
-        from_timm(nn.Linear(2, 2))
+def test_weights_of_torchvision_take_its_architecture(monkeypatch, tmp_path):
+    theirs = to_torchvision(create_vit(**SMALL))
+    monkeypatch.setattr(
+        torchvision.models,
+        "get_model",
+        lambda name, weights, num_classes: torchvision.models.VisionTransformer(
+            16, 4, 1, 3, 24, 96, num_classes=num_classes
+        ),
+    )
+    torch.save(theirs.state_dict(), tmp_path / "weights.pth")
+    check(load_pretrained(tmp_path / "weights.pth", "torchvision:vit_b_16"), theirs)
+
+
+def test_folders_that_timm_and_transformers_saved_are_read(tmp_path):
+    pytest.importorskip("transformers")
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=4)
+    timm.models.save_for_hf(theirs, str(tmp_path / "timm"), safe_serialization=True)
+    check(load_pretrained(tmp_path / "timm"), theirs)
+    ours = create_vit(**SMALL)
+    to_transformers(ours).save_pretrained(tmp_path / "transformers")
+    check(load_pretrained(str(tmp_path / "transformers")), ours)
+    check(load_pretrained(f"transformers:{tmp_path / 'transformers'}"), ours)
+
+
+def test_a_name_loads_the_published_weights(tiny, monkeypatch):
+    asked = []
+    monkeypatch.setattr(timm, "create_model", lambda name, **options: asked.append((name, options)) or tiny)
+    check(load_pretrained("timm:vit_tiny_patch16_224.augreg_in21k"), tiny)
+    assert asked == [("vit_tiny_patch16_224.augreg_in21k", {"pretrained": True})]
+
+
+def test_weights_that_can_not_be_fetched_give_one_sentence(monkeypatch):
+    def fail(*_, **__):
+        raise ConnectionError("no route to host\nand much more")
+
+    monkeypatch.setattr(timm, "create_model", fail)
+    with pytest.raises(
+        ValueError, match=f"the weights of {NAME} could not be fetched: ConnectionError: no route to host$"
+    ):
+        load_pretrained(NAME)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "vit_tiny_patch16_224",
+            "'vit_tiny_patch16_224' is no name of a model; give LIBRARY:NAME, such as timm:vit_tiny",
+        ),
+        ("keras:vit", "with one of timm, torchvision, transformers"),
+        ("timm:", "'timm:' is no name of a model"),
+        ("timm:vit_tinny_patch16_224", r"timm knows no vit_tinny_patch16_224; did you mean vit_tiny_patch16_224\?"),
+        ("torchvision:vit_b_17", r"torchvision knows no vit_b_17; did you mean vit_b_16\?"),
+        ("torchvision:zzz", "torchvision knows no zzz$"),
+    ],
+)
+def test_names_that_are_none_are_refused_with_the_nearest(name, message):
+    with pytest.raises(ValueError, match=message):
+        build_theirs(name, pretrained=False)
+    with pytest.raises(ValueError, match=message):
+        load_pretrained({"a": torch.zeros(1)}, name)
+
+
+def test_a_library_that_is_not_there_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setattr(pretrained.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="transformers is not installed; install it with: pip install transformers"):
+        build_theirs("transformers:google/vit-base-patch16-224", pretrained=True)
+
+
+def test_a_model_of_another_kind_is_refused_by_name():
+    with pytest.raises(ConversionError, match="timm's ResNet can't be converted"):
+        load_pretrained(timm.create_model("resnet18"))
+
+
+# Weights that do not fit
+
+
+def test_wrong_weights_are_refused_with_counts_and_the_first_names(tiny):
+    weights = tiny.state_dict()
+    some = {n: t for n, t in weights.items() if n != "norm.weight"} | {"extra": torch.zeros(2)}
+    with pytest.raises(ConversionError, match=r"of 32, 1 missing \(norm.weight\) and 1 unexpected \(extra\)$"):
+        load_pretrained(some, NAME)
+    others = {f"encoder.{n}": t for n, t in weights.items()}
+    with pytest.raises(
+        ConversionError, match=r"of 32, 32 missing \(cls_token, pos_embed, patch_embed.proj.weight, ...\)"
+    ):
+        load_pretrained(others, NAME)
+    with pytest.raises(ConversionError, match="none of the 32 weights fits"):
+        load_pretrained(others, NAME, incomplete=True)
+    longer = weights | {"pos_embed": torch.zeros(1, 26, 24)}
+    with pytest.raises(
+        ConversionError, match=r"1 of 32 weights have another shape: pos_embed \(1, 26, 24\) instead of"
+    ):
+        load_pretrained(longer, NAME)
+
+
+def test_a_part_is_loaded_on_request_only_and_counted(tiny):
+    weights = tiny.state_dict()
+    part = {n: t + 1 for n, t in weights.items() if not n.startswith("blocks.1.")}
+    part["pos_embed"] = torch.zeros(1, 26, 24)
+    before = {n: t.clone() for n, t in weights.items()}
+    with pytest.warns(
+        UserWarning, match=r"^loaded 19 of 32 weights; as they were at first: pos_embed, blocks.1.norm1.weight"
+    ):
+        fill(tiny, part, incomplete=True)
+    for name, tensor in tiny.state_dict().items():
+        changed = name in part and name != "pos_embed"
+        assert torch.equal(tensor, before[name] + changed)
+
+
+# Files that are none
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        import os
+
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_a_file_is_executed(tmp_path):
+    torch.save({"weight": Evil(tmp_path / "harm")}, tmp_path / "evil.pth")
+    (tmp_path / "evil.bin").write_bytes(pickle.dumps(Evil(tmp_path / "harm")))
+    for name in ("evil.pth", "evil.bin"):
+        with pytest.raises(
+            ValueError, match="holds more than tensors and plain values, and nothing in a file is executed"
+        ):
+            read_tensors(tmp_path / name)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing", b"\x00" * 100])
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pth"])
+def test_damaged_files_are_refused(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} can't be read: it is damaged, or"):
+        load_pretrained(tmp_path / name, NAME)
+
+
+def test_files_that_hold_no_weights_or_are_not_there_are_refused(tmp_path):
+    torch.save({"epoch": 3}, tmp_path / "state.pth")
+    with pytest.raises(ValueError, match="state.pth holds no weights: they are tensors by name"):
+        load_pretrained(tmp_path / "state.pth", NAME)
+    with pytest.raises(ValueError, match="nothing.pth does not exist"):
+        load_pretrained(tmp_path / "nothing.pth", NAME)

@@ -15,7 +15,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import AverageMeter, ModelEmaV3, accuracy
 from torch import nn
 
-from vit_scratch.vision.pretrained import to_timm
+from vit_scratch.vision.conversion import to_timm
 from vit_scratch.vision.timm_models import ARGUMENTS, PREFIX, TimmModel, default_cfgs
 from vit_scratch.vision.vit import PRESETS, create_vit, vit_arguments
 

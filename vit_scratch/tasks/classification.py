@@ -353,6 +353,8 @@ def evaluate(config: EvaluateConfig, path: Path) -> None:
     refuse_overrides(config, {"data.test", "data.skip_empty", "decode.beams", "decode.length_penalty"}, "images")
     device = pick_device(config.device)
     model, description = load_classifier(path)
+    if not description["classes"]:
+        raise ValueError(f"the model in {path} has no classifier, so there is no accuracy to measure")
     data = build_from_dict(ClassificationConfig, description["config"]).data
     changed = {k: v for k, v in asdict(config.data).items() if v is not None}
     for name, value in changed.items():

@@ -1,0 +1,290 @@
+"""The command convert: a Vision Transformer with classes and preprocessing, from one library's form to another's."""
+
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from vit_scratch.config import ClassificationConfig, ConvertConfig, DataConfig, to_dict
+from vit_scratch.data.images import Mode
+from vit_scratch.data.loaders import ImageFormat
+from vit_scratch.tasks.classification import IMAGENET, load_classifier
+from vit_scratch.tasks.run import weights_file
+from vit_scratch.training.checkpoint import replacing, save_weights
+from vit_scratch.training.provenance import versions
+from vit_scratch.vision.conversion import (
+    TOLERANCE,
+    ConversionError,
+    largest_difference,
+    timm_options,
+    to_torchvision,
+    to_transformers,
+)
+from vit_scratch.vision.patch_embedding import as_pair
+from vit_scratch.vision.pretrained import CONVERSIONS, library_of, load_pretrained, open_theirs
+from vit_scratch.vision.vit import VisionTransformer
+
+TIMM_BASES = {1e-6: "vit_base_patch16_224", 1e-5: "vit_base_patch16_clip_224"}
+"""An architecture of timm for each epsilon of the norms, which is the one thing that timm's folders can't hold."""
+MODES: dict[int, Mode] = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+@dataclass
+class Classifier:
+    """A model of ours and what is known about its use.
+
+    Args:
+        model: in evaluation mode.
+        classes: names of the logits.
+        form: how images must look.
+        mean, std: of each channel, of pixels from 0 to 1; images are normalised with them.
+    """
+
+    model: VisionTransformer
+    classes: list[str]
+    form: ImageFormat
+    mean: list[float]
+    std: list[float]
+
+
+def convert(config: ConvertConfig, source: str, destination: Path) -> None:
+    """Read a model, write it in the form that `config` asks for, and print how much its logits differ.
+
+    Args:
+        config: into what, and how the source is to be read.
+        source: a file, a folder, or the name of a pretrained model, such as "timm:vit_tiny_patch16_224".
+        destination: what to write, a folder for timm and transformers, a .safetensors file for the others.
+
+    Raises:
+        ValueError: a source that can't be read or converted, or a destination that is there or of the wrong kind.
+    """
+    check_destination(config.to, destination)
+    original, classifier = read(config, source)
+    model = classifier.model
+    height, width = model.patch_embedding.image_size
+    print(
+        f"{source}: {sum(p.numel() for p in model.parameters()):,} parameters, images of {height} x {width}, "
+        f"{model.num_classes} classes"
+    )
+    if config.image_size is not None:
+        report_difference("read", largest_difference(original, model, model))
+        model.set_input_size(as_pair("image_size", config.image_size))
+        height, width = model.patch_embedding.image_size
+        classifier.form, original = replace(classifier.form, image_size=(height, width)), model
+        print(f"resized for images of {height} x {width}")
+    with torch.random.fork_rng():
+        written, hint = WRITERS[config.to](classifier, destination)
+    report_difference("written", largest_difference(original, written.eval(), model))
+    print(f"wrote {destination}; load it with\n  {hint}")
+
+
+def check_destination(to: str, destination: Path) -> None:
+    """Raise ValueError for a destination that exists, or is of the wrong kind."""
+    is_file, wants_file = destination.suffix == ".safetensors", to in ("vit_scratch", "torchvision")
+    if is_file != wants_file:
+        kind = "a .safetensors file" if wants_file else "a folder"
+        raise ValueError(f"destination={destination}: --to {to} writes {kind}; choose such a name")
+    if destination.exists():
+        raise ValueError(f"destination={destination} is there already; choose another, or remove it first")
+
+
+def report_difference(what: str, difference: float) -> None:
+    """Print a difference of logits. Raises ConversionError where it is too large."""
+    print(f"largest difference of the logits on random images, as {what}: {difference:.1e}")
+    if not difference <= TOLERANCE:
+        raise ConversionError(f"the logits of the model as {what} differ by {difference:.2g}, more than {TOLERANCE}")
+
+
+# Reading
+
+
+def read(config: ConvertConfig, source: str) -> tuple[nn.Module, Classifier]:
+    """The model of a source as it is there, and as ours. Raises ValueError as `convert`."""
+    path = Path(source)
+    if config.architecture is None and is_run(path):
+        try:
+            model, description = load_classifier(weights_file(path))
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. For weights of another library say with --architecture of what model they are, such as "
+                "timm:vit_tiny_patch16_224"
+            ) from error
+        look = dict(description["preprocessing"])
+        form = ImageFormat(look["mode"], tuple(look["image_size"]), look["interpolation"])
+        return model, Classifier(model, description["classes"], form, look["mean"], look["std"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        theirs = open_theirs(source, config.architecture, incomplete=config.incomplete).eval()
+    for warning in caught:
+        print(f"note: {warning.message}")
+    model = load_pretrained(theirs)
+    channels = model.patch_embedding.in_channels
+    if channels not in MODES:
+        raise ConversionError(f"{source} takes {channels} channels; images have 1, 3 or 4")
+    classes, look = KNOWLEDGE[library_of(theirs)](theirs)
+    form = ImageFormat(MODES[channels], model.patch_embedding.image_size, look.get("interpolation", "bicubic"))
+    return theirs, Classifier(
+        model,
+        classes or [str(i) for i in range(model.num_classes)],
+        form,
+        list(look.get("mean", IMAGENET[0] if channels == 3 else [0.5] * channels)),
+        list(look.get("std", IMAGENET[1] if channels == 3 else [0.25] * channels)),
+    )
+
+
+def is_run(path: Path) -> bool:
+    """Whether a path can be one of our checkpoints: safetensors, or a folder that is not another library's."""
+    return (path.is_dir() and not (path / "config.json").exists()) or (path.is_file() and path.suffix == ".safetensors")
+
+
+def known_to_timm(model: Any) -> tuple[list[str], dict[str, Any]]:
+    """Names of the classes, none if unknown, and the preprocessing of a model of timm."""
+    from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
+
+    names = list(model.pretrained_cfg.get("label_names") or ())
+    subset = infer_imagenet_subset(model)
+    if not names and subset:
+        info = ImageNetInfo(subset)
+        names = [info.index_to_description(i) for i in range(model.num_classes)]
+    return names, resolve_data_config({}, model=model)
+
+
+def known_to_torchvision(model: Any) -> tuple[list[str], dict[str, Any]]:
+    """As `known_to_timm`; all pretrained models of torchvision normalise alike."""
+    from torchvision.models import ViT_B_16_Weights
+
+    names = ViT_B_16_Weights.DEFAULT.meta["categories"]
+    found = names if model.num_classes == len(names) else []
+    return list(found), {"mean": IMAGENET[0], "std": IMAGENET[1], "interpolation": "bilinear"}
+
+
+def known_to_transformers(model: Any) -> tuple[list[str], dict[str, Any]]:
+    """As `known_to_timm`; what the folder that a model came from says about images."""
+    from transformers import ViTImageProcessor
+
+    names = [model.config.id2label[i] for i in sorted(model.config.id2label)]
+    look: dict[str, Any] = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "interpolation": "bilinear"}
+    if (Path(model.config._name_or_path) / "preprocessor_config.json").is_file():
+        processor = ViTImageProcessor.from_pretrained(model.config._name_or_path)
+        name = {0: "nearest", 2: "bilinear", 3: "bicubic"}[int(processor.resample)]
+        look = {"mean": processor.image_mean, "std": processor.image_std, "interpolation": name}
+    return names, look
+
+
+KNOWLEDGE = {
+    "timm": known_to_timm,
+    "torchvision": known_to_torchvision,
+    "transformers": known_to_transformers,
+}
+
+
+# Writing: each returns the model as it is read from the files again, and how a user does that
+
+
+def write_ours(classifier: Classifier, path: Path) -> tuple[nn.Module, str]:
+    """One of our checkpoints, which `vit-scratch evaluate` takes."""
+    form = classifier.form
+    data = DataConfig(kind="imagefolder", image_size=form.image_size, mode=form.mode)
+    data.interpolation = form.interpolation  # type: ignore[assignment]
+    look = {"mode": form.mode, "image_size": list(form.image_size), "interpolation": form.interpolation}
+    description = {
+        "task": "classification",
+        "model": classifier.model.arguments,
+        "classes": classifier.classes,
+        "preprocessing": look | {"mean": classifier.mean, "std": classifier.std},
+        "config": to_dict(ClassificationConfig(data=data)),
+        "versions": versions(),
+    }
+    save_weights(path, classifier.model.state_dict(), description)
+    return load_classifier(path)[0], f"vit-scratch evaluate {path} --data.root DIR"
+
+
+def write_timm(classifier: Classifier, folder: Path) -> tuple[nn.Module, str]:
+    """A folder from which timm builds the model."""
+    import timm
+
+    model = classifier.model
+    theirs = CONVERSIONS["timm"][1](model)
+    eps = model.arguments["norm_eps"]
+    if eps not in TIMM_BASES:
+        raise ConversionError(
+            f"a folder of timm can't say that the epsilon of the norms is {eps}, only "
+            f"{' or '.join(map(str, TIMM_BASES))}; in Python, to_timm(model) converts it"
+        )
+    options = timm_options(model)
+    del options["norm_layer"]
+    options["act_layer"] = model.arguments["activation"]  # a name, which timm can write; it has the same names
+    named = timm.create_model(TIMM_BASES[eps], **options)
+    named.load_state_dict(theirs.state_dict())
+    channels = model.patch_embedding.in_channels
+    timm.models.save_for_hf(
+        named,
+        str(folder),
+        model_config={"label_names": classifier.classes} if classifier.classes else {},
+        safe_serialization=True,
+        data_config={
+            "input_size": (channels, *classifier.form.image_size),
+            "mean": tuple(classifier.mean),
+            "std": tuple(classifier.std),
+            "interpolation": classifier.form.interpolation,
+            "crop_pct": 1.0,
+        },
+    )
+    hint = f'timm.create_model("local-dir:{folder}", pretrained=True)'
+    return timm.create_model(f"local-dir:{folder}", pretrained=True), hint
+
+
+def write_torchvision(classifier: Classifier, path: Path) -> tuple[nn.Module, str]:
+    """The state dict of torchvision's class."""
+    theirs: Any = to_torchvision(classifier.model)
+    with replacing(path) as temporary:
+        save_file(theirs.state_dict(), temporary)
+    theirs.load_state_dict(load_file(path))
+    layers = theirs.encoder.layers
+    positional = (
+        theirs.image_size,
+        theirs.patch_size,
+        len(layers),
+        layers[0].num_heads,
+        theirs.hidden_dim,
+        theirs.mlp_dim,
+    )
+    arguments = f"{', '.join(map(str, positional))}, num_classes={theirs.num_classes}"
+    if layers[0].ln_1.eps != 1e-6:
+        arguments += f", norm_layer=functools.partial(torch.nn.LayerNorm, eps={layers[0].ln_1.eps})"
+    return theirs, (
+        f"model = torchvision.models.VisionTransformer({arguments})\n"
+        f'  model.load_state_dict(safetensors.torch.load_file("{path}"))'
+    )
+
+
+def write_transformers(classifier: Classifier, folder: Path) -> tuple[nn.Module, str]:
+    """A folder from which transformers builds the model and the preprocessing of images."""
+    from transformers import ViTImageProcessor
+
+    theirs: Any = to_transformers(classifier.model)
+    if classifier.classes:
+        theirs.config.id2label = dict(enumerate(classifier.classes))
+        theirs.config.label2id = {name: i for i, name in enumerate(classifier.classes)}
+    height, width = classifier.form.image_size
+    theirs.save_pretrained(folder)
+    ViTImageProcessor(
+        size={"height": height, "width": width},
+        resample={"nearest": 0, "bilinear": 2, "bicubic": 3}[classifier.form.interpolation],
+        image_mean=classifier.mean,
+        image_std=classifier.std,
+    ).save_pretrained(folder)
+    name = type(theirs).__name__
+    return type(theirs).from_pretrained(folder), f'transformers.{name}.from_pretrained("{folder}")'
+
+
+WRITERS = {
+    "vit_scratch": write_ours,
+    "timm": write_timm,
+    "torchvision": write_torchvision,
+    "transformers": write_transformers,
+}
