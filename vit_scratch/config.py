@@ -473,6 +473,10 @@ class ConvertConfig:
     """Take those weights of such a file that fit, and leave the others as they are at first."""
     image_size: Size | None = None
     """Make it a model for images of this size; learned positions are resized. Null leaves it as it is."""
+    half: bool = False
+    """Write weights in half precision (float16), for vit_scratch only: half the size, and computed in float32 again."""
+    about: str | None = None
+    """A sentence for the model card of a folder, such as on which data the model was trained."""
 
 
 class Parser(ArgumentParser):

@@ -1,7 +1,9 @@
 """The command convert: a Vision Transformer with classes and preprocessing, from one library's form to another's."""
 
+import copy
+import json
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from vit_scratch.vision.conversion import (
     to_torchvision,
     to_transformers,
 )
+from vit_scratch.vision.hub import PACKAGED
 from vit_scratch.vision.patch_embedding import as_pair
 from vit_scratch.vision.pretrained import CONVERSIONS, library_of, load_pretrained, open_theirs
 from vit_scratch.vision.vit import VisionTransformer
@@ -42,6 +45,8 @@ class Classifier:
         classes: names of the logits.
         form: how images must look.
         mean, std: of each channel, of pixels from 0 to 1; images are normalised with them.
+        results: sentences on what was measured.
+        half: write the weights in half precision, to which they have been rounded.
     """
 
     model: VisionTransformer
@@ -49,6 +54,8 @@ class Classifier:
     form: ImageFormat
     mean: list[float]
     std: list[float]
+    results: list[str] = field(default_factory=list)
+    half: bool = False
 
 
 def convert(config: ConvertConfig, source: str, destination: Path) -> None:
@@ -62,6 +69,8 @@ def convert(config: ConvertConfig, source: str, destination: Path) -> None:
     Raises:
         ValueError: a source that can't be read or converted, or a destination that is there or of the wrong kind.
     """
+    if config.half and config.to != "vit_scratch":
+        raise ValueError(f"half=true is for --to vit_scratch, not for {config.to}")
     check_destination(config.to, destination)
     original, classifier = read(config, source)
     model = classifier.model
@@ -76,16 +85,20 @@ def convert(config: ConvertConfig, source: str, destination: Path) -> None:
         height, width = model.patch_embedding.image_size
         classifier.form, original = replace(classifier.form, image_size=(height, width)), model
         print(f"resized for images of {height} x {width}")
+    if config.about:
+        classifier.results.insert(0, config.about)
+    if config.half:
+        original = round_to_half(classifier)
     with torch.random.fork_rng():
         written, hint = WRITERS[config.to](classifier, destination)
-    report_difference("written", largest_difference(original, written.eval(), model))
+    report_difference("written", largest_difference(original, written.eval(), classifier.model))
     print(f"wrote {destination}; load it with\n  {hint}")
 
 
 def check_destination(to: str, destination: Path) -> None:
     """Raise ValueError for a destination that exists, or is of the wrong kind."""
-    is_file, wants_file = destination.suffix == ".safetensors", to in ("vit_scratch", "torchvision")
-    if is_file != wants_file:
+    is_file, wants_file = destination.suffix == ".safetensors", to == "torchvision"
+    if is_file != wants_file and to != "vit_scratch":
         kind = "a .safetensors file" if wants_file else "a folder"
         raise ValueError(f"destination={destination}: --to {to} writes {kind}; choose such a name")
     if destination.exists():
@@ -99,12 +112,27 @@ def report_difference(what: str, difference: float) -> None:
         raise ConversionError(f"the logits of the model as {what} differ by {difference:.2g}, more than {TOLERANCE}")
 
 
+@torch.no_grad()
+def round_to_half(classifier: Classifier) -> VisionTransformer:
+    """Round weights to half precision, in which they are written then; returns the model and prints what it changes."""
+    rounded = copy.deepcopy(classifier.model)
+    for tensor in rounded.state_dict().values():
+        tensor.copy_(tensor.half())
+    change = largest_difference(classifier.model, rounded, rounded)
+    print(f"rounding to half precision changes the logits on random images by at most {change:.1e}")
+    classifier.model, classifier.half = rounded, True
+    return rounded
+
+
 # Reading
 
 
 def read(config: ConvertConfig, source: str) -> tuple[nn.Module, Classifier]:
     """The model of a source as it is there, and as ours. Raises ValueError as `convert`."""
     path = Path(source)
+    if config.architecture is None and (source in PACKAGED or is_ours(path)):
+        ours = VisionTransformer.from_pretrained(source)
+        return ours, classifier_of(ours, source)
     if config.architecture is None and is_run(path):
         try:
             model, description = load_classifier(weights_file(path))
@@ -115,7 +143,9 @@ def read(config: ConvertConfig, source: str) -> tuple[nn.Module, Classifier]:
             ) from error
         look = dict(description["preprocessing"])
         form = ImageFormat(look["mode"], tuple(look["image_size"]), look["interpolation"])
-        return model, Classifier(model, description["classes"], form, look["mean"], look["std"])
+        return model, Classifier(
+            model, description["classes"], form, look["mean"], look["std"], measured(path, description)
+        )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         theirs = open_theirs(source, config.architecture, incomplete=config.incomplete).eval()
@@ -134,6 +164,48 @@ def read(config: ConvertConfig, source: str) -> tuple[nn.Module, Classifier]:
         list(look.get("mean", IMAGENET[0] if channels == 3 else [0.5] * channels)),
         list(look.get("std", IMAGENET[1] if channels == 3 else [0.25] * channels)),
     )
+
+
+def measured(path: Path, description: dict[str, Any]) -> list[str]:
+    """Sentences on what a run measured, each with its data, seed, compute and versions."""
+    run = description["config"]
+    used = description.get("versions", {})
+    summary_file = (path if path.is_dir() else path.parent) / "summary.json"
+    summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
+    where = (
+        f"{run['data']['kind']} in {run['data']['root']}, seed {run['seed']}, "
+        f"{description.get('metrics', {}).get('pflop', 0):.3g} PFLOP of training, torch {used.get('torch')}, "
+        f"commit {str(used.get('commit'))[:7]}"
+    )
+    sentences = []
+    if "val_accuracy" in description.get("metrics", {}):
+        sentences.append(f"{100 * description['metrics']['val_accuracy']:.2f} % of the images held out ({where})")
+    if "test" in summary and path.is_dir():
+        test = summary["test"]
+        share = f"{100 * test['accuracy']:.2f} % ({test['correct']}/{test['count']})"
+        sentences.append(f"{share} of the test images, last epoch, single view ({where})")
+    return sentences
+
+
+def classifier_of(model: VisionTransformer, source: str) -> Classifier:
+    """A model of a folder of ours with what the folder says about it."""
+    look = model.metadata.get("preprocessing")
+    if not isinstance(look, dict) or not {"mode", "interpolation", "mean", "std"} <= look.keys():
+        raise ValueError(f"{source} does not say how images are to be prepared; its config.json has no preprocessing")
+    form = ImageFormat(look["mode"], model.patch_embedding.image_size, look["interpolation"])
+    metadata = model.metadata
+    return Classifier(model, metadata.get("classes", []), form, look["mean"], look["std"], metadata.get("results", []))
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a path is a folder that `save_pretrained` wrote."""
+    if not (path / "config.json").is_file():
+        return False
+    try:
+        described = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path / 'config.json'} is damaged: {error}") from error
+    return isinstance(described, dict) and "arguments" in described
 
 
 def is_run(path: Path) -> bool:
@@ -186,20 +258,27 @@ KNOWLEDGE = {
 
 
 def write_ours(classifier: Classifier, path: Path) -> tuple[nn.Module, str]:
-    """One of our checkpoints, which `vit-scratch evaluate` takes."""
+    """One of our checkpoints, which `vit-scratch evaluate` takes, or a folder with a model card."""
     form = classifier.form
     data = DataConfig(kind="imagefolder", image_size=form.image_size, mode=form.mode)
     data.interpolation = form.interpolation  # type: ignore[assignment]
-    look = {"mode": form.mode, "image_size": list(form.image_size), "interpolation": form.interpolation}
+    look: dict[str, Any] = {"mode": form.mode, "image_size": list(form.image_size)}
+    look |= {"interpolation": form.interpolation} | {"mean": classifier.mean, "std": classifier.std}
+    model = copy.deepcopy(classifier.model).half() if classifier.half else classifier.model
+    if path.suffix != ".safetensors":
+        model.metadata = {"classes": classifier.classes, "preprocessing": look, "results": classifier.results}
+        model.save_pretrained(path)
+        hint = f'vit_scratch.VisionTransformer.from_pretrained("{path}")'
+        return VisionTransformer.from_pretrained(path), hint
     description = {
         "task": "classification",
-        "model": classifier.model.arguments,
+        "model": model.arguments,
         "classes": classifier.classes,
-        "preprocessing": look | {"mean": classifier.mean, "std": classifier.std},
+        "preprocessing": look,
         "config": to_dict(ClassificationConfig(data=data)),
         "versions": versions(),
     }
-    save_weights(path, classifier.model.state_dict(), description)
+    save_weights(path, model.state_dict(), description)
     return load_classifier(path)[0], f"vit-scratch evaluate {path} --data.root DIR"
 
 

@@ -18,6 +18,7 @@ from vit_scratch.transformer.encoder import Encoder
 from vit_scratch.transformer.linear import Linear, matrices
 from vit_scratch.transformer.positions import Grid, Rotation, rotation_2d, sinusoids_2d
 from vit_scratch.transformer.residual import Dropout
+from vit_scratch.vision.hub import Hub
 from vit_scratch.vision.local_attention import attend_nearby
 from vit_scratch.vision.patch_embedding import ConvolutionalStem, PatchEmbedding, Size
 
@@ -39,7 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Arguments of `create_vit` by name; those for 224 pixels are the models of the ViT and DeiT papers."""
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(nn.Module, Hub):
     """A Vision Transformer ("An Image is Worth 16x16 Words", section 3.1) around a given encoder.
 
     Args:
@@ -68,6 +69,7 @@ class VisionTransformer(nn.Module):
     Attributes:
         arguments: what it was built with, by name, the encoder's among them: `create_vit(**model.arguments)` builds
             the like.
+        metadata: what else is known about it, see `Hub`; empty at first.
         grid: (rows, columns) of patches.
         num_prefix_tokens: class token and registers.
         num_features: D.
@@ -104,7 +106,8 @@ class VisionTransformer(nn.Module):
     ):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__", "encoder")}
         super().__init__()
-        self.arguments: dict[str, Any] = encoder.arguments | arguments
+        self.arguments = encoder.arguments | arguments
+        self.metadata = {}
         check_choice("stem", stem, tuple(STEMS))
         check_choice("pooling", pooling, POOLINGS)
         check_choice("positions", positions, POSITIONS)
@@ -159,6 +162,11 @@ class VisionTransformer(nn.Module):
         initialise(self)
         if local_attention is not None:
             attend_nearby(encoder, local_attention, encoder.depth // 2)
+
+    @classmethod
+    def from_arguments(cls, arguments: dict[str, Any]) -> "VisionTransformer":
+        """What `create_vit` builds with them."""
+        return create_vit(None, cls, **arguments)
 
     def constants(self) -> dict[str, Tensor | None]:
         """Tables of the positions that are not learned, by the names of their buffers; None for those not needed."""
