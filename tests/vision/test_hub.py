@@ -102,9 +102,7 @@ def test_a_model_of_the_hub_is_fetched_by_name(tmp_path, monkeypatch):
         asked.append((repo_id, filename, options["revision"]))
         return str(tmp_path / filename)
 
-    monkeypatch.setattr(
-        "huggingface_hub.hub_mixin.hf_hub_download", lambda repo_id, filename, **o: fetch(repo_id, filename, **o)
-    )
+    monkeypatch.setattr("huggingface_hub.hub_mixin.hf_hub_download", fetch)
     monkeypatch.setattr(hub, "hf_hub_download", fetch)
     loaded = VisionTransformer.from_pretrained("someone/model", revision="v1")
     assert asked == [("someone/model", "config.json", "v1"), ("someone/model", "model.safetensors", "v1")]

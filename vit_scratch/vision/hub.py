@@ -101,8 +101,8 @@ class Hub(PyTorchModelHubMixin, library_name="vit_scratch", tags=["image-classif
         lines = [
             "# A Vision Transformer of vit_scratch",
             "",
-            f"{parameters:,} parameters, {a['dim']} wide, {a['depth']} deep, {a['heads']} heads; images of {size} pixels "
-            f"in patches of {patch}, {a['in_channels']} channels.",
+            f"{parameters:,} parameters, {a['dim']} wide, {a['depth']} deep, {a['heads']} heads; "
+            f"images of {size} pixels, {a['in_channels']} channels, in patches of {patch}.",
             "",
             "```python",
             "from vit_scratch import VisionTransformer",
