@@ -225,7 +225,7 @@ class Images:
     @classmethod
     def open(cls, config: Any) -> "Images":
         """Read them as `vit_scratch.tasks.classification` does."""
-        config, form = resolve(config)
+        config, form, _ = resolve(config)
         dataset = load(config.data.kind, config.data.root, image_size=form.image_size)
         dataset.hold_out(config.data.hold_out, config.data.split_seed)
         parts = {

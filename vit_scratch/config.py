@@ -213,11 +213,15 @@ class ImageTrainConfig(TrainConfig):
 
     batch_size: int = 128
     """Images per forward pass."""
+    layer_decay: float = 1.0
+    """Factor on the learning rate from each layer to the one before it, for fine-tuning; 1 for equal rates."""
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
         super().__post_init__()
         check_at_least({"train.batch_size": (self.batch_size, 1)})
+        if not 0 < self.layer_decay <= 1:
+            raise ValueError(f"train.layer_decay={self.layer_decay} is out of range; it must be above 0 and at most 1")
 
 
 @dataclass
@@ -230,6 +234,10 @@ class ClassificationConfig:
     """Seed of weights, order and augmentation."""
     device: str = "auto"
     """cuda, mps, cpu, or auto for the first of them that is there."""
+    init: str | None = None
+    """Weights to begin with: a run, a saved folder, those of this package, or such as timm:vit_tiny_patch16_224."""
+    freeze: bool = False
+    """Train the head only and keep everything before it as it is in init (a linear probe)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -249,6 +257,8 @@ class ClassificationConfig:
                 "augment.cutmix": (self.augment.cutmix, 0),
             }
         )
+        if self.freeze and self.init is None:
+            raise ValueError("freeze=true trains the head only, on features that nobody trained; give --init, too")
         check_below_one({"data.hold_out": self.data.hold_out, "model.dropout": self.model.dropout or 0.0})
         for name, share, fits in (
             ("augment.min_crop_area", self.augment.min_crop_area, 0 < self.augment.min_crop_area <= 1),

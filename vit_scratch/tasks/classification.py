@@ -20,7 +20,7 @@ from vit_scratch.config import (
     build_from_dict,
 )
 from vit_scratch.data.augmentation import BatchTransform, SmallerFirst, sample_transform
-from vit_scratch.data.images import CHANNELS
+from vit_scratch.data.images import CHANNELS, Mode
 from vit_scratch.data.loaders import (
     HeldImages,
     ImageFormat,
@@ -32,13 +32,12 @@ from vit_scratch.data.loaders import (
 from vit_scratch.data.sources import NATIVE, ImageDataset, ImageSource, load
 from vit_scratch.evaluation.classification import evaluate_classifier
 from vit_scratch.evaluation.plots import plot_confusion
-from vit_scratch.tasks.run import load_model, open_run, refuse_overrides, train_model, write_json
+from vit_scratch.tasks.classifier import IMAGENET, Classifier, load_classifier, read_classifier
+from vit_scratch.tasks.run import open_run, refuse_overrides, train_model, write_json
 from vit_scratch.training.device import pick_device, pick_precision, use_deterministic_algorithms
 from vit_scratch.vision.patch_embedding import as_pair
 from vit_scratch.vision.vit import VisionTransformer, create_vit, vit_arguments
 
-IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-"""Mean and standard deviation of ImageNet's channels, for colour images that are not held in memory."""
 MEMORY_LIMIT = 2 * 1024**3
 """Bytes of images that are held in memory unless the configuration says otherwise."""
 EVALUATION_BATCH = 256
@@ -76,7 +75,7 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
     """
     device = pick_device(config.device)
     precision = pick_precision(config.train.precision, device)
-    config, form = resolve(config)
+    config, form, initial = resolve(config)
     states = open_run(config, out, resume)
     if config.train.deterministic:
         use_deterministic_algorithms()
@@ -88,11 +87,16 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
         fake_images=config.data.fake_images,
         allow_missing_classes=config.data.allow_missing_classes,
     )
-    data = prepare(config, dataset, form, device)
+    data = prepare(config, dataset, form, device, initial)
     states.identity = data.identity()
     torch.manual_seed(config.seed)
-    arguments = model_arguments(config, form.image_size, CHANNELS[form.mode], len(dataset.classes))
+    arguments = model_arguments(config, form.image_size, CHANNELS[form.mode], len(dataset.classes), initial)
     model = create_vit(**arguments).to(device)
+    notes = data.notes
+    if initial is not None:
+        notes = [*notes, begin_with(model, initial, dataset.classes, config.init)]
+    if config.freeze:
+        model.freeze()
     size = f"{form.image_size[0]}x{form.image_size[1]}"
 
     def validate(network: nn.Module) -> dict[str, float]:
@@ -113,7 +117,7 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
         precision=precision,
         items="images",
         about=[
-            *[f"note: {note}" for note in data.notes],
+            *[f"note: {note}" for note in notes],
             f"{config.data.kind}: {data.train.count} training images {size} {form.mode}, "
             f"{data.val.count if data.val else 0} held out, {data.test.count if data.test else 0} test, "
             f"{len(dataset.classes)} classes",
@@ -129,6 +133,7 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
         if config.augment.smaller_first
         else None,
         train_name="train_mixed" if config.augment.mixup or config.augment.cutmix else "train",
+        layer_decay=config.train.layer_decay,
     )
     if stopped is not None:
         return stopped
@@ -146,25 +151,82 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
     return None
 
 
-def resolve(config: ClassificationConfig) -> tuple[ClassificationConfig, ImageFormat]:
-    """Fill in what the configuration leaves to the preset and to the data set, and say how images must look.
+def resolve(config: ClassificationConfig) -> tuple[ClassificationConfig, ImageFormat, Classifier | None]:
+    """Fill in what the configuration leaves to the preset, the data set, or the model that the training begins with.
+
+    Returns:
+        The whole configuration, how images must look, and the model to begin with, if there is one.
 
     Raises:
-        ValueError: a size that is none, or a model that can't be built for it.
+        ValueError: a size that is none, a model that can't be built for it, or one to begin with that does not fit.
     """
+    initial = None
+    if config.init is not None:
+        try:
+            initial = read_classifier(config.init)[1]
+        except ValueError as error:
+            raise ValueError(f"init={config.init}: {error}") from error
     size, native_mode = NATIVE[config.data.kind]
     mode = config.data.mode or native_mode
-    if size is None:
+    if initial is not None:
+        size, mode = initial.form.image_size, config.data.mode or initial.form.mode
+        check_initial(config, initial, mode)
+    elif size is None:
         size = as_pair("image_size", vit_arguments(config.model.preset)["image_size"])
     if config.data.image_size is not None:
         size = as_pair("data.image_size", config.data.image_size)
     data = replace(config.data, image_size=size, mode=mode)
-    arguments = model_arguments(config, size, CHANNELS[mode], num_classes=10)
+    arguments = model_arguments(config, size, CHANNELS[mode], 10, initial)
     with torch.device("meta"):  # refuses a wrong model in no time, before data are read or downloaded
         network = create_vit(**arguments)
     check_stages(config.augment.smaller_first, size, network.patch_embedding.patch_size)
     model = ModelConfig(**{f.name: arguments[f.name] for f in fields(ModelConfig)})
-    return replace(config, data=data, model=model), ImageFormat(mode, size, data.interpolation)
+    return replace(config, data=data, model=model), ImageFormat(mode, size, data.interpolation), initial
+
+
+FREE = ("preset", "dropout", "drop_path")
+"""Fields of the model that a configuration sets even where the model to begin with is given."""
+
+
+def check_initial(config: ClassificationConfig, initial: Classifier, mode: Mode) -> None:
+    """Raise ValueError where a configuration asks for another model than the one that it begins with."""
+    has = initial.model.arguments
+    asked = {f.name: (getattr(config.model, f.name), f.default) for f in fields(ModelConfig) if f.name not in FREE}
+    other = {n: value for n, (value, default) in asked.items() if value not in (None, default, has[n])}
+    if other:
+        listed = ", ".join(f"model.{name}={value} (it has {has[name]})" for name, value in other.items())
+        raise ValueError(f"the model of init={config.init} is another than was asked for; leave out {listed}")
+    if CHANNELS[mode] != has["in_channels"]:
+        raise ValueError(
+            f"data.mode={mode} has {CHANNELS[mode]} channels, and init={config.init} takes {has['in_channels']}; leave "
+            f"data.mode out for {initial.form.mode}"
+        )
+
+
+def begin_with(model: VisionTransformer, initial: Classifier, classes: list[str], name: str | None) -> str:
+    """Give a model the weights of one to begin with, positions resized, but for the head where the classes differ.
+
+    Args:
+        model: with the same arguments but for image size, classes and dropout.
+        initial: the one to begin with.
+        classes: of the data.
+        name: what the source is called.
+
+    Returns:
+        A sentence on what was done.
+    """
+    if model.patch_embedding.image_size != initial.model.patch_embedding.image_size:
+        initial.model.set_input_size(model.patch_embedding.image_size)
+    weights = initial.model.state_dict()
+    if same := classes == initial.classes:
+        head = "its head, too"
+    else:
+        weights = {n: t for n, t in weights.items() if not n.startswith("head.")}
+        head = f"a new head, as the {len(classes)} classes are not its {len(initial.classes)}"
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) == (set() if same else {"head.weight", "head.bias"})
+    return f"begins with {name}: {len(weights)} of {len(model.state_dict())} weights; {head}"
 
 
 def check_stages(stages: list[tuple[Any, float]], size: tuple[int, int], patch_size: tuple[int, int]) -> None:
@@ -183,10 +245,16 @@ def check_stages(stages: list[tuple[Any, float]], size: tuple[int, int], patch_s
 
 
 def model_arguments(
-    config: ClassificationConfig, size: tuple[int, int], channels: int, num_classes: int
+    config: ClassificationConfig,
+    size: tuple[int, int],
+    channels: int,
+    num_classes: int,
+    initial: Classifier | None = None,
 ) -> dict[str, Any]:
-    """All arguments of `create_vit`: the preset's, what the configuration changes, and what the data ask for."""
+    """All arguments of `create_vit`: those of the preset or of the model to begin with, and what else is asked for."""
     changes = {k: v for k, v in asdict(config.model).items() if v is not None and k != "preset"}
+    if initial is not None:
+        changes = initial.model.arguments | {k: changes[k] for k in FREE if k in changes}
     given = changes | {"image_size": list(size), "in_channels": channels, "num_classes": num_classes}
     given["any_size"] = bool(config.augment.smaller_first)
     return {"preset": config.model.preset} | vit_arguments(config.model.preset, **given)
@@ -209,8 +277,14 @@ class Data:
         return counts | {"mean": self.mean, "std": self.std}
 
 
-def prepare(config: ClassificationConfig, dataset: ImageDataset, form: ImageFormat, device: torch.device) -> Data:
-    """Read a data set and wrap it for training and evaluation.
+def prepare(
+    config: ClassificationConfig,
+    dataset: ImageDataset,
+    form: ImageFormat,
+    device: torch.device,
+    initial: Classifier | None = None,
+) -> Data:
+    """Read a data set and wrap it for training and evaluation, normalised as the model to begin with was trained.
 
     Raises:
         ImageError: images that can't be read, unless they are to be skipped.
@@ -219,7 +293,9 @@ def prepare(config: ClassificationConfig, dataset: ImageDataset, form: ImageForm
     dataset.hold_out(config.data.hold_out, config.data.split_seed)
     in_memory = hold_in_memory(config.data, form, sum(len(s) for s in (dataset.train, dataset.val, dataset.test) if s))
     train, notes = open_part("train", dataset.train, config.data, form, in_memory)
-    if isinstance(train, HeldImages):
+    if initial is not None:
+        mean, std = initial.mean, initial.std
+    elif isinstance(train, HeldImages):
         mean, std = channel_statistics(train.images)
     else:
         mean, std = IMAGENET if form.mode == "RGB" else ([0.5] * CHANNELS[form.mode], [0.25] * CHANNELS[form.mode])
@@ -287,17 +363,6 @@ def open_part(
         raise ValueError(f"none of the {len(source)} {part} images can be read")
     listed = "".join(f"\n  {fault}" for fault in faults)
     return images, [f"left out {len(faults)} {part} images that can't be read:{listed}"] if faults else []
-
-
-def load_classifier(path: Path) -> tuple[VisionTransformer, dict[str, Any]]:
-    """The model in a weights file, in eval mode on the CPU, and the file's description.
-
-    Raises:
-        ValueError: a file that is not there, damaged, not ours, of another task, or whose weights are another model's.
-    """
-    return load_model(
-        path, "classification", lambda d: create_vit(**d["model"]), {"model", "classes", "preprocessing", "config"}
-    )
 
 
 def report(

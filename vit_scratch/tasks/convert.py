@@ -1,9 +1,7 @@
 """The command convert: a Vision Transformer with classes and preprocessing, from one library's form to another's."""
 
 import copy
-import json
-import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from vit_scratch.config import ClassificationConfig, ConvertConfig, DataConfig, to_dict
-from vit_scratch.data.images import Mode
-from vit_scratch.data.loaders import ImageFormat
-from vit_scratch.tasks.classification import IMAGENET, load_classifier
-from vit_scratch.tasks.run import weights_file
+from vit_scratch.tasks.classifier import Classifier, load_classifier, read_classifier
 from vit_scratch.training.checkpoint import replacing, save_weights
 from vit_scratch.training.provenance import versions
 from vit_scratch.vision.conversion import (
@@ -26,36 +21,12 @@ from vit_scratch.vision.conversion import (
     to_torchvision,
     to_transformers,
 )
-from vit_scratch.vision.hub import PACKAGED
 from vit_scratch.vision.patch_embedding import as_pair
-from vit_scratch.vision.pretrained import CONVERSIONS, library_of, load_pretrained, open_theirs
+from vit_scratch.vision.pretrained import CONVERSIONS
 from vit_scratch.vision.vit import VisionTransformer
 
 TIMM_BASES = {1e-6: "vit_base_patch16_224", 1e-5: "vit_base_patch16_clip_224"}
 """An architecture of timm for each epsilon of the norms, which is the one thing that timm's folders can't hold."""
-MODES: dict[int, Mode] = {1: "L", 3: "RGB", 4: "RGBA"}
-
-
-@dataclass
-class Classifier:
-    """A model of ours and what is known about its use.
-
-    Args:
-        model: in evaluation mode.
-        classes: names of the logits.
-        form: how images must look.
-        mean, std: of each channel, of pixels from 0 to 1; images are normalised with them.
-        results: sentences on what was measured.
-        half: write the weights in half precision, to which they have been rounded.
-    """
-
-    model: VisionTransformer
-    classes: list[str]
-    form: ImageFormat
-    mean: list[float]
-    std: list[float]
-    results: list[str] = field(default_factory=list)
-    half: bool = False
 
 
 def convert(config: ConvertConfig, source: str, destination: Path) -> None:
@@ -72,7 +43,7 @@ def convert(config: ConvertConfig, source: str, destination: Path) -> None:
     if config.half and config.to != "vit_scratch":
         raise ValueError(f"half=true is for --to vit_scratch, not for {config.to}")
     check_destination(config.to, destination)
-    original, classifier = read(config, source)
+    original, classifier = read_classifier(source, config.architecture, incomplete=config.incomplete)
     model = classifier.model
     height, width = model.patch_embedding.image_size
     print(
@@ -122,136 +93,6 @@ def round_to_half(classifier: Classifier) -> VisionTransformer:
     print(f"rounding to half precision changes the logits on random images by at most {change:.1e}")
     classifier.model, classifier.half = rounded, True
     return rounded
-
-
-# Reading
-
-
-def read(config: ConvertConfig, source: str) -> tuple[nn.Module, Classifier]:
-    """The model of a source as it is there, and as ours. Raises ValueError as `convert`."""
-    path = Path(source)
-    if config.architecture is None and (source in PACKAGED or is_ours(path)):
-        ours = VisionTransformer.from_pretrained(source)
-        return ours, classifier_of(ours, source)
-    if config.architecture is None and is_run(path):
-        try:
-            model, description = load_classifier(weights_file(path))
-        except ValueError as error:
-            raise ValueError(
-                f"{error}. For weights of another library say with --architecture of what model they are, such as "
-                "timm:vit_tiny_patch16_224"
-            ) from error
-        look = dict(description["preprocessing"])
-        form = ImageFormat(look["mode"], tuple(look["image_size"]), look["interpolation"])
-        return model, Classifier(
-            model, description["classes"], form, look["mean"], look["std"], measured(path, description)
-        )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        theirs = open_theirs(source, config.architecture, incomplete=config.incomplete).eval()
-    for warning in caught:
-        print(f"note: {warning.message}")
-    model = load_pretrained(theirs)
-    channels = model.patch_embedding.in_channels
-    if channels not in MODES:
-        raise ConversionError(f"{source} takes {channels} channels; images have 1, 3 or 4")
-    classes, look = KNOWLEDGE[library_of(theirs)](theirs)
-    form = ImageFormat(MODES[channels], model.patch_embedding.image_size, look.get("interpolation", "bicubic"))
-    return theirs, Classifier(
-        model,
-        classes or [str(i) for i in range(model.num_classes)],
-        form,
-        list(look.get("mean", IMAGENET[0] if channels == 3 else [0.5] * channels)),
-        list(look.get("std", IMAGENET[1] if channels == 3 else [0.25] * channels)),
-    )
-
-
-def measured(path: Path, description: dict[str, Any]) -> list[str]:
-    """Sentences on what a run measured, each with its data, seed, compute and versions."""
-    run = description["config"]
-    used = description.get("versions", {})
-    summary_file = (path if path.is_dir() else path.parent) / "summary.json"
-    summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
-    where = (
-        f"{run['data']['kind']} in {run['data']['root']}, seed {run['seed']}, "
-        f"{description.get('metrics', {}).get('pflop', 0):.3g} PFLOP of training, torch {used.get('torch')}, "
-        f"commit {str(used.get('commit'))[:7]}"
-    )
-    sentences = []
-    if "val_accuracy" in description.get("metrics", {}):
-        sentences.append(f"{100 * description['metrics']['val_accuracy']:.2f} % of the images held out ({where})")
-    if "test" in summary and path.is_dir():
-        test = summary["test"]
-        share = f"{100 * test['accuracy']:.2f} % ({test['correct']}/{test['count']})"
-        sentences.append(f"{share} of the test images, last epoch, single view ({where})")
-    return sentences
-
-
-def classifier_of(model: VisionTransformer, source: str) -> Classifier:
-    """A model of a folder of ours with what the folder says about it."""
-    look = model.metadata.get("preprocessing")
-    if not isinstance(look, dict) or not {"mode", "interpolation", "mean", "std"} <= look.keys():
-        raise ValueError(f"{source} does not say how images are to be prepared; its config.json has no preprocessing")
-    form = ImageFormat(look["mode"], model.patch_embedding.image_size, look["interpolation"])
-    metadata = model.metadata
-    return Classifier(model, metadata.get("classes", []), form, look["mean"], look["std"], metadata.get("results", []))
-
-
-def is_ours(path: Path) -> bool:
-    """Whether a path is a folder that `save_pretrained` wrote."""
-    if not (path / "config.json").is_file():
-        return False
-    try:
-        described = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path / 'config.json'} is damaged: {error}") from error
-    return isinstance(described, dict) and "arguments" in described
-
-
-def is_run(path: Path) -> bool:
-    """Whether a path can be one of our checkpoints: safetensors, or a folder that is not another library's."""
-    return (path.is_dir() and not (path / "config.json").exists()) or (path.is_file() and path.suffix == ".safetensors")
-
-
-def known_to_timm(model: Any) -> tuple[list[str], dict[str, Any]]:
-    """Names of the classes, none if unknown, and the preprocessing of a model of timm."""
-    from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
-
-    names = list(model.pretrained_cfg.get("label_names") or ())
-    subset = infer_imagenet_subset(model)
-    if not names and subset:
-        info = ImageNetInfo(subset)
-        names = [info.index_to_description(i) for i in range(model.num_classes)]
-    return names, resolve_data_config({}, model=model)
-
-
-def known_to_torchvision(model: Any) -> tuple[list[str], dict[str, Any]]:
-    """As `known_to_timm`; all pretrained models of torchvision normalise alike."""
-    from torchvision.models import ViT_B_16_Weights
-
-    names = ViT_B_16_Weights.DEFAULT.meta["categories"]
-    found = names if model.num_classes == len(names) else []
-    return list(found), {"mean": IMAGENET[0], "std": IMAGENET[1], "interpolation": "bilinear"}
-
-
-def known_to_transformers(model: Any) -> tuple[list[str], dict[str, Any]]:
-    """As `known_to_timm`; what the folder that a model came from says about images."""
-    from transformers import ViTImageProcessor
-
-    names = [model.config.id2label[i] for i in sorted(model.config.id2label)]
-    look: dict[str, Any] = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "interpolation": "bilinear"}
-    if (Path(model.config._name_or_path) / "preprocessor_config.json").is_file():
-        processor = ViTImageProcessor.from_pretrained(model.config._name_or_path)
-        name = {0: "nearest", 2: "bilinear", 3: "bicubic"}[int(processor.resample)]
-        look = {"mean": processor.image_mean, "std": processor.image_std, "interpolation": name}
-    return names, look
-
-
-KNOWLEDGE = {
-    "timm": known_to_timm,
-    "torchvision": known_to_torchvision,
-    "transformers": known_to_transformers,
-}
 
 
 # Writing: each returns the model as it is read from the files again, and how a user does that

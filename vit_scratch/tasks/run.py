@@ -73,6 +73,7 @@ def train_model(
     adapt: Adapt | None = None,
     train_name: str = "train",
     select: str = "accuracy",
+    layer_decay: float = 1.0,
 ) -> tuple[int | None, dict[str, Any]]:
     """Train a model and write everything that a run's folder holds but the final evaluation.
 
@@ -86,6 +87,7 @@ def train_model(
         items: what is counted in items per second.
         about: lines on data and model to print.
         description: what goes into every weights file, beside configuration, versions and metrics.
+        layer_decay: as `make_optimizers`.
 
     Returns:
         None or the number of the signal that stopped the training, and what is known for the summary.
@@ -108,6 +110,7 @@ def train_model(
         lr=train.lr,
         betas=train.betas,
         weight_decay=train.weight_decay,
+        layer_decay=layer_decay,
     )
     done = state["progress"]["update"] if state else 0
     log = RunLog(out, epochs=epochs, updates=updates, items=items, start=done, tensorboard=train.tensorboard)

@@ -2,7 +2,8 @@
 
 An operation is a multiplication or an addition, so that a multiply-add is two. Counted are the matrix products and
 convolutions, attention included, which is where nearly all operations are. A training step counts as three forward
-passes, as each product of the forward pass becomes two in the backward pass.
+passes, as each product of the forward pass becomes two in the backward pass; where matrices are kept as they are,
+both passes are counted as they are.
 """
 
 import copy
@@ -27,11 +28,12 @@ class ComputeCounter:
 
     Args:
         model: of which a copy without data is made.
-        loss: (model, inputs, targets) -> the loss, and more that is not looked at.
+        loss: (model, inputs, targets) -> the loss and more, which is not looked at.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any, Any], Any]):
         self.model, self.loss = copy.deepcopy(model).to("meta").train(), loss
+        self.frozen = not all(p.requires_grad for p in model.parameters() if p.dim() > 1)
         self.known: dict[Any, int] = {}
 
     def __call__(self, inputs: Any, targets: Any) -> int:
@@ -43,9 +45,11 @@ class ComputeCounter:
         """
         key = shapes(inputs), shapes(targets)
         if key not in self.known:
-            with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                self.loss(self.model, without_data(inputs), without_data(targets))
-            self.known[key] = 3 * counter.get_total_flops()
+            with torch.set_grad_enabled(self.frozen), FlopCounterMode(display=False) as counter:
+                loss = self.loss(self.model, without_data(inputs), without_data(targets))[0]
+                if self.frozen:
+                    loss.backward()
+            self.known[key] = counter.get_total_flops() * (1 if self.frozen else 3)
         return self.known[key]
 
     def mean(self, batches: Iterable[tuple[Any, Any, int]], adapt: Callable[[Any, float], Any] | None = None) -> float:

@@ -40,8 +40,31 @@ def adamw(
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)
 
 
+def layer_scales(model: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]:
+    """Factors on the learning rate that fall from layer to layer, from the head (1) to the first, for fine-tuning.
+
+    The model's `group_matcher()` says which parameter is of which layer, as timm has it ("BEiT: BERT Pre-Training of
+    Image Transformers", appendix).
+
+    Args:
+        model: with a `group_matcher()`.
+        layer_decay: factor from each layer to the one before it.
+    """
+    from timm.models import group_parameters
+
+    layers = group_parameters(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
+    last = max(layers.values())
+    return {p: layer_decay ** (last - layers[name]) for name, p in model.named_parameters()}
+
+
 def make_optimizers(
-    model: nn.Module, *, muon_lr: float | None, lr: float, betas: tuple[float, float], weight_decay: float
+    model: nn.Module,
+    *,
+    muon_lr: float | None,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    layer_decay: float = 1.0,
 ) -> list[torch.optim.Optimizer]:
     """AdamW for all parameters, or Muon for those that the model's `hidden_matrices()` names and AdamW for the rest.
 
@@ -50,6 +73,8 @@ def make_optimizers(
         muon_lr: learning rate of Muon, whose groups have an `lr_ratio` of muon_lr / lr; None for no Muon.
         lr, betas: of AdamW.
         weight_decay: decoupled weight decay of weight matrices, for both.
+        layer_decay: as `layer_scales`; where it is not 1, groups are divided by layer and have its factor in their
+            `lr_ratio`.
     """
     hidden_matrices: Callable[[], dict[str, int]] = getattr(model, "hidden_matrices", dict)
     stacked = {} if muon_lr is None else hidden_matrices()
@@ -65,7 +90,21 @@ def make_optimizers(
         ratio = {"lr_ratio": muon_lr / lr, "weight_decay": weight_decay}
         if groups:
             optimizers.append(Muon([group | ratio for group in groups], lr=muon_lr))
+    if layer_decay != 1:
+        scales = layer_scales(model, layer_decay)
+        for optimizer in optimizers:
+            divide_groups(optimizer, scales)
     return optimizers
+
+
+def divide_groups(optimizer: torch.optim.Optimizer, scales: dict[nn.Parameter, float]) -> None:
+    """Divide the groups of an optimizer so that each has parameters of one factor, which goes into its `lr_ratio`."""
+    divided = []
+    for group in optimizer.param_groups:
+        for scale in sorted({scales[p] for p in group["params"]}):
+            part = {"params": [p for p in group["params"] if scales[p] == scale]}
+            divided.append(group | part | {"lr_ratio": group.get("lr_ratio", 1.0) * scale})
+    optimizer.param_groups[:] = divided
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:

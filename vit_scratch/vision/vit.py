@@ -69,6 +69,7 @@ class VisionTransformer(nn.Module, Hub):
     Attributes:
         arguments: what it was built with, by name, the encoder's among them: `create_vit(**model.arguments)` builds
             the like.
+        frozen: whether `freeze` was called.
         metadata: what else is known about it, see `Hub`; empty at first.
         grid: (rows, columns) of patches.
         num_prefix_tokens: class token and registers.
@@ -108,6 +109,7 @@ class VisionTransformer(nn.Module, Hub):
         super().__init__()
         self.arguments = encoder.arguments | arguments
         self.metadata = {}
+        self.frozen = False
         check_choice("stem", stem, tuple(STEMS))
         check_choice("pooling", pooling, POOLINGS)
         check_choice("positions", positions, POSITIONS)
@@ -266,6 +268,21 @@ class VisionTransformer(nn.Module, Hub):
         a tenth of the operations of `tiny_patch4_32`.
         """
         return self.forward_head(self.forward_features(images, num_outputs=1 if self.pooling == "class" else None))
+
+    def freeze(self) -> None:
+        """Keep everything but the head as it is: no gradients, and evaluation mode even in training."""
+        self.frozen = True
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.startswith("head."))
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> "VisionTransformer":
+        """As `nn.Module.train`, but for what `freeze` keeps as it is."""
+        super().train(mode)
+        if self.frozen:
+            for name, child in self.named_children():
+                child.train(mode and name == "head")
+        return self
 
     # The contract of timm's models.
 
