@@ -45,14 +45,22 @@ def test_train_and_evaluate_examples_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_every_train_example_names_a_configuration_that_is_there_and_is_valid() -> None:
-    from vit_scratch.config import read_config
+    from vit_scratch.config import ClassificationConfig, Parser, add_config, build, parse, read_config
+
+    def add(parser: Parser) -> Parser:
+        add_config(parser, ClassificationConfig)
+        return parser
 
     commands = [shlex.split(line) for block in blocks("bash") for line in block.splitlines()]
     trains = [c for c in commands if c[:2] == ["python", "train.py"]]
     assert len(trains) >= 3
     for command in trains:
-        overrides = command[4 : command.index("--out")]
-        read_config(ROOT / command[command.index("--config") + 1], overrides)
+        if "--config" in command:
+            overrides = command[4 : command.index("--out")]
+            read_config(ROOT / command[command.index("--config") + 1], overrides)
+        else:
+            overrides = command[2 : command.index("--out")]
+            build(ClassificationConfig, parse(add(Parser()), overrides))
 
 
 def test_the_error_example_is_what_the_command_prints() -> None:

@@ -75,12 +75,21 @@ def train(arguments: list[str], prog: str) -> int:
 def evaluate(arguments: list[str], prog: str) -> int:
     """The command `evaluate`; returns the exit status."""
     parser = Parser(prog=prog, description="Evaluate a trained model; needs nothing but its checkpoint.")
-    parser.add_argument("checkpoint", type=str, help="Folder of a run (its last weights), or a .safetensors file.")
+    parser.add_argument(
+        "checkpoint",
+        type=str,
+        help="Folder of a run (its last weights), or a .safetensors file. "
+        "With --probe true also a folder that save_pretrained wrote, weights of this package, or such as timm:NAME.",
+    )
     parser.add_class_arguments(EvaluateConfig, None)
     values = parse(parser, arguments)
     config = build(EvaluateConfig, values)
     from vit_scratch.tasks.run import check_folder, task_of, weights_file
 
+    if config.probe:
+        check_folder("json", config.json)
+        task_module("classification").probe(config, values.checkpoint)
+        return 0
     path = weights_file(Path(values.checkpoint))
     check_folder("json", config.json)
     task_module(task_of(path, list(TASKS))).evaluate(config, path)

@@ -444,6 +444,8 @@ class EvaluateConfig:
 
     split: Literal["test", "val"] = "test"
     """Which data: those for testing, or those held out to select models on."""
+    probe: bool = False
+    """Evaluate the features instead of the head: nearest neighbours and a linear map, fitted to the training images."""
     json: str | None = None
     """Also write all results into this file."""
     out: str | None = None

@@ -32,6 +32,7 @@ from vit_scratch.data.loaders import (
 from vit_scratch.data.sources import NATIVE, ImageDataset, ImageSource, load
 from vit_scratch.evaluation.classification import evaluate_classifier
 from vit_scratch.evaluation.plots import plot_confusion
+from vit_scratch.evaluation.probes import NEIGHBOURS, collect, linear_probe, nearest_neighbours
 from vit_scratch.tasks.classifier import IMAGENET, Classifier, load_classifier, read_classifier
 from vit_scratch.tasks.run import open_run, refuse_overrides, train_model, write_json
 from vit_scratch.training.device import pick_device, pick_precision, use_deterministic_algorithms
@@ -457,3 +458,55 @@ def evaluate(config: EvaluateConfig, path: Path) -> None:
     values = report(path, (model, description), loader, config.split, folder, device)
     if config.json:
         write_json(Path(config.json), values)
+
+
+def probe(config: EvaluateConfig, source: str) -> None:
+    """Print how good a model's frozen features are for a data set, which may have other classes than the model.
+
+    Args:
+        config: on which images: a probe is fitted to all training images and evaluated on the test images, or with the
+            split "val" on those held out and fitted to the others.
+        source: as `read_classifier`.
+
+    Raises:
+        ValueError: a model or data that are not there or don't fit; before any work is done.
+    """
+    not_for_images = {"data.test", "data.skip_empty", "decode.beams", "decode.length_penalty"}
+    refuse_overrides(config, not_for_images, "images")
+    device = pick_device(config.device)
+    classifier = read_classifier(source)[1]
+    model = classifier.model.to(device)
+    data = replace(classifier.data, **{k: v for k, v in asdict(config.data).items() if v is not None})
+    dataset = load(
+        data.kind,
+        data.root,
+        image_size=classifier.form.image_size,
+        fake_images=data.fake_images,
+        parts=("train", "test") if config.split == "test" else ("train", "val"),
+        allow_missing_classes=data.allow_missing_classes,
+    )
+    if config.split == "val":
+        dataset.hold_out(data.hold_out, data.split_seed)
+    source_of = {"train": dataset.train, config.split: dataset.val if config.split == "val" else dataset.test}
+    found = {}
+    for part, images in source_of.items():
+        if images is None:
+            raise ValueError(f"{data.kind} in {data.root} has no {part} images; choose another --split or --data.root")
+        in_memory = hold_in_memory(data, classifier.form, len(images))
+        opened, notes = open_part(part, images, data, classifier.form, in_memory)
+        for note in notes:
+            print(f"note: {note}")
+        transform = BatchTransform(classifier.mean, classifier.std)
+        loader = make_loader(opened, classifier.form, config.batch_size, transform, workers=data.workers, device=device)
+        found[part] = collect(model.pooled_features, loader.batches())
+    train, test = found["train"], found[config.split]
+    total = len(test[1])
+    results: dict[str, Any] = {"source": source, "split": config.split, "fitted_to": len(train[1]), "count": total}
+    for name, label, correct in (
+        ("knn", f"{min(NEIGHBOURS, len(train[1]))} nearest neighbours", nearest_neighbours(train, test)),
+        ("linear", "linear probe", linear_probe(train, test)),
+    ):
+        results[name] = {"accuracy": correct / total, "correct": correct}
+        print(f"{config.split} accuracy of the {label}: {100 * correct / total:.2f} % ({correct}/{total})")
+    if config.json:
+        write_json(Path(config.json), results)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from vit_scratch.config import ClassificationConfig, DataConfig, build_from_dict
 from vit_scratch.data.images import Mode
 from vit_scratch.data.loaders import ImageFormat
 from vit_scratch.tasks.run import load_model, weights_file
@@ -33,6 +34,7 @@ class Classifier:
         mean, std: of each channel, of pixels from 0 to 1; images are normalised with them.
         results: sentences on what was measured.
         half: write the weights in half precision, to which they have been rounded.
+        data: what it was trained on, where that is known.
     """
 
     model: VisionTransformer
@@ -42,6 +44,7 @@ class Classifier:
     std: list[float]
     results: list[str] = field(default_factory=list)
     half: bool = False
+    data: DataConfig = field(default_factory=lambda: DataConfig(kind="imagefolder"))
 
 
 def load_classifier(path: Path) -> tuple[VisionTransformer, dict[str, Any]]:
@@ -86,9 +89,9 @@ def read_classifier(
             ) from error
         look = dict(description["preprocessing"])
         form = ImageFormat(look["mode"], tuple(look["image_size"]), look["interpolation"])
-        return model, Classifier(
-            model, description["classes"], form, look["mean"], look["std"], measured(path, description)
-        )
+        results = measured(path, description)
+        data = build_from_dict(ClassificationConfig, description["config"]).data
+        return model, Classifier(model, description["classes"], form, look["mean"], look["std"], results, data=data)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         theirs = open_theirs(source, architecture, incomplete=incomplete).eval()
