@@ -14,7 +14,7 @@ demo: .venv/done
 	.venv/bin/python evaluate.py runs/demo
 
 test: .venv/done
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n auto --maxprocesses 8
 
 lint: .venv/done
 	.venv/bin/ruff check .

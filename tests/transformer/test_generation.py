@@ -774,7 +774,7 @@ def test_a_negative_length_is_refused(generate):
             for p in (-0.5, math.inf, math.nan)
         ],
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_an_option_out_of_range_is_refused_with_its_value(generate, options, message):
     with pytest.raises(ValueError, match=message):
