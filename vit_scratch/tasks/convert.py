@@ -50,19 +50,20 @@ def convert(config: ConvertConfig, source: str, destination: Path) -> None:
         f"{source}: {sum(p.numel() for p in model.parameters()):,} parameters, images of {height} x {width}, "
         f"{model.num_classes} classes"
     )
+    if original is not model:
+        report_difference("read", largest_difference(model, original))
     if config.image_size is not None:
-        report_difference("read", largest_difference(original, model, model))
         model.set_input_size(as_pair("image_size", config.image_size))
         height, width = model.patch_embedding.image_size
-        classifier.form, original = replace(classifier.form, image_size=(height, width)), model
+        classifier.form = replace(classifier.form, image_size=(height, width))
         print(f"resized for images of {height} x {width}")
     if config.about:
         classifier.results.insert(0, config.about)
     if config.half:
-        original = round_to_half(classifier)
+        round_to_half(classifier)
     with torch.random.fork_rng():
         written, hint = WRITERS[config.to](classifier, destination)
-    report_difference("written", largest_difference(original, written.eval(), classifier.model))
+    report_difference("written", largest_difference(classifier.model, written))
     print(f"wrote {destination}; load it with\n  {hint}")
 
 
@@ -84,15 +85,14 @@ def report_difference(what: str, difference: float) -> None:
 
 
 @torch.no_grad()
-def round_to_half(classifier: Classifier) -> VisionTransformer:
-    """Round weights to half precision, in which they are written then; returns the model and prints what it changes."""
+def round_to_half(classifier: Classifier) -> None:
+    """Round weights to half precision, in which they are written then, and print what it changes."""
     rounded = copy.deepcopy(classifier.model)
     for tensor in rounded.state_dict().values():
         tensor.copy_(tensor.half())
-    change = largest_difference(classifier.model, rounded, rounded)
+    change = largest_difference(rounded, classifier.model)
     print(f"rounding to half precision changes the logits on random images by at most {change:.1e}")
     classifier.model, classifier.half = rounded, True
-    return rounded
 
 
 # Writing: each returns the model as it is read from the files again, and how a user does that

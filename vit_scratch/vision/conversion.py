@@ -196,12 +196,12 @@ def mismatch(missing: list[str], unexpected: list[str], total: int) -> str:
 
 
 @torch.no_grad()
-def largest_difference(first: nn.Module, second: nn.Module, ours: VisionTransformer) -> float:
+def largest_difference(ours: VisionTransformer, other: nn.Module) -> float:
     """The largest difference between the logits of two models for two random images, computed in float64.
 
     Args:
-        first, second: any two that take images of the size of `ours` and return logits, or an object with `logits`.
-        ours: one of the two.
+        ours: one of ours; it says how large the images are.
+        other: any that returns logits, or an object with `logits`.
     """
     embedding = ours.patch_embedding
     device = embedding.projection.weight.device
@@ -209,7 +209,7 @@ def largest_difference(first: nn.Module, second: nn.Module, ours: VisionTransfor
     shape = (2, embedding.in_channels, *embedding.image_size)
     images = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
     results = []
-    for model in (first, second):
+    for model in (ours, other):
         with evaluating(model):
             weights = {n: t.double() if t.is_floating_point() else t for n, t in named_tensors(model)}
             output = functional_call(model, weights, (images,))
@@ -243,7 +243,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def check_same(ours: VisionTransformer, theirs: nn.Module) -> float:
     """`largest_difference` of ours and another model. Raises ConversionError where it exceeds `TOLERANCE`."""
-    difference = largest_difference(ours, theirs, ours)
+    difference = largest_difference(ours, theirs)
     if not difference <= TOLERANCE:
         raise ConversionError(
             f"the logits of both models differ by {difference:.2g} on random images, more than {TOLERANCE}: the other "
