@@ -78,21 +78,20 @@ def evaluate(arguments: list[str], prog: str) -> int:
     parser.add_argument(
         "checkpoint",
         type=str,
-        help="Folder of a run (its last weights), or a .safetensors file. "
-        "With --probe true also a folder that save_pretrained wrote, weights of this package, or such as timm:NAME.",
+        help="Folder of a run (its last weights), a .safetensors file, a folder that save_pretrained wrote, weights of "
+        "this package, or such as timm:vit_tiny_patch16_224.",
     )
     parser.add_class_arguments(EvaluateConfig, None)
     values = parse(parser, arguments)
     config = build(EvaluateConfig, values)
-    from vit_scratch.tasks.run import check_folder, task_of, weights_file
+    from vit_scratch.tasks.run import check_folder, is_saved, task_of, weights_file
 
-    if config.probe:
-        check_folder("json", config.json)
-        task_module("classification").probe(config, values.checkpoint)
-        return 0
-    path = weights_file(Path(values.checkpoint))
     check_folder("json", config.json)
-    task_module(task_of(path, list(TASKS))).evaluate(config, path)
+    source = values.checkpoint
+    task = "classification" if is_saved(source) else task_of(weights_file(Path(source)), list(TASKS))
+    if config.probe and task != "classification":
+        raise ValueError("probe=true is for the features of images, and this is a model for sequences")
+    task_module(task).evaluate(config, source)
     return 0
 
 

@@ -9,6 +9,7 @@ import torch
 from vit_scratch import cli, create_vit
 from vit_scratch.data.sources import load
 from vit_scratch.evaluation.probes import collect, linear_probe, nearest_neighbours
+from vit_scratch.training.checkpoint import save_weights
 
 RANDOM = np.random.default_rng(0)
 
@@ -99,6 +100,9 @@ def test_the_command_probes_the_pooled_features_for_other_classes(tmp_path, caps
 def test_what_can_not_be_probed_is_said(tmp_path, capsys):
     assert cli.main(["evaluate", str(tmp_path / "nothing"), "--probe", "true"]) == 2
     assert "nothing does not exist" in capsys.readouterr().err
+    save_weights(tmp_path / "text.safetensors", {"a": torch.zeros(1)}, {"task": "sequence"})
+    assert cli.main(["evaluate", str(tmp_path / "text.safetensors"), "--probe", "true"]) == 2
+    assert "probe=true is for the features of images" in capsys.readouterr().err
     model = create_vit(dim=16, depth=1, heads=2, image_size=8, patch_size=4)
     model.save_pretrained(tmp_path / "bare")
     assert cli.main(["evaluate", str(tmp_path / "bare"), "--probe", "true", "--data.kind", "digits"]) == 2

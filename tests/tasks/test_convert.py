@@ -165,6 +165,31 @@ def test_a_converted_model_is_evaluated_on_a_folder_of_images(tmp_path, capsys):
     assert "test accuracy 33.33 % (1/3)" in capsys.readouterr().out
 
 
+def test_saved_folders_and_weights_of_the_package_are_evaluated_like_checkpoints(tmp_path, capsys, monkeypatch):
+    from vit_scratch.tasks import classifier
+    from vit_scratch.tasks import run as run_module
+    from vit_scratch.vision import hub
+
+    monkeypatch.chdir(tmp_path)
+    checkpoint(tmp_path / "start.safetensors")
+    for i, name in enumerate(CLASSES):
+        (tmp_path / "images" / "test" / name).mkdir(parents=True)
+        Image.new("RGB", (20, 20), ["red", "green", "blue"][i]).save(tmp_path / "images" / "test" / name / "a.png")
+    assert run(tmp_path / "start.safetensors", tmp_path / "weights" / "mine") == 0
+    monkeypatch.setattr(hub, "WEIGHTS", tmp_path / "weights")
+    for module in (hub, classifier, run_module):
+        monkeypatch.setattr(module, "PACKAGED", ["mine"])
+    capsys.readouterr()
+    results = []
+    for source in ("start.safetensors", "weights/mine", "mine"):
+        assert cli.main(["evaluate", source, "--data.root", "images", "--json", "result.json"]) == 0
+        results.append(json.loads((tmp_path / "result.json").read_text()))
+        assert results[-1].pop("checkpoint") == source
+    assert results[0] == results[1] == results[2]
+    for folder in ("evaluation_start_images", "weights/mine/evaluation_images", "evaluation_mine_images"):
+        assert (tmp_path / folder / "confusion_matrix.png").is_file()
+
+
 def test_a_model_without_a_classifier_is_not_evaluated(tmp_path, capsys):
     checkpoint(tmp_path / "features.safetensors", num_classes=0)
     assert cli.main(["evaluate", str(tmp_path / "features.safetensors"), "--data.root", str(tmp_path)]) == 2

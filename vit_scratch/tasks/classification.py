@@ -17,7 +17,6 @@ from vit_scratch.config import (
     DataConfig,
     EvaluateConfig,
     ModelConfig,
-    build_from_dict,
 )
 from vit_scratch.data.augmentation import BatchTransform, SmallerFirst, sample_transform
 from vit_scratch.data.images import CHANNELS, Mode
@@ -33,8 +32,8 @@ from vit_scratch.data.sources import NATIVE, ImageDataset, ImageSource, load
 from vit_scratch.evaluation.classification import evaluate_classifier
 from vit_scratch.evaluation.plots import plot_confusion
 from vit_scratch.evaluation.probes import NEIGHBOURS, collect, linear_probe, nearest_neighbours
-from vit_scratch.tasks.classifier import IMAGENET, Classifier, load_classifier, read_classifier
-from vit_scratch.tasks.run import open_run, refuse_overrides, train_model, write_json
+from vit_scratch.tasks.classifier import IMAGENET, Classifier, is_run, load_classifier, read_classifier
+from vit_scratch.tasks.run import open_run, refuse_overrides, train_model, weights_file, write_json
 from vit_scratch.training.device import pick_device, pick_precision, use_deterministic_algorithms
 from vit_scratch.vision.patch_embedding import as_pair
 from vit_scratch.vision.vit import VisionTransformer, create_vit, vit_arguments
@@ -147,7 +146,10 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
             finals.insert(0, ("ema", "test_ema", "evaluation_ema", "test, averaged weights:"))
         for name, key, folder, label in finals:
             path = out / f"{name}.safetensors"
-            summary[key] = report(path, load_classifier(path), data.test, "test", out / folder, device, label)
+            trained, described = load_classifier(path)
+            summary[key] = report(
+                str(path), trained, described["classes"], data.test, "test", out / folder, device, label
+            )
     write_json(out / "summary.json", summary)
     return None
 
@@ -367,19 +369,21 @@ def open_part(
 
 
 def report(
-    path: Path,
-    loaded: tuple[VisionTransformer, dict[str, Any]],
+    name: str,
+    model: VisionTransformer,
+    classes: list[str],
     loader: Loader,
     split: str,
     folder: Path,
     device: torch.device,
     label: str | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the model of a weights file, write results and confusion matrix, and print them.
+    """Evaluate a model, write results and confusion matrix, and print them.
 
     Args:
-        path: the weights file, as the results name it.
-        loaded: what `load_classifier` returned for it.
+        name: what the results call the model.
+        model: the model.
+        classes: names of its classes.
         loader: the images.
         split: what they are called, "test" or "val".
         folder: where results and pictures go.
@@ -389,10 +393,8 @@ def report(
     Returns:
         All results as plain values.
     """
-    model, description = loaded
-    classes = description["classes"]
     result = evaluate_classifier(model.to(device), loader.batches(), len(classes), loader.count)
-    values = {"checkpoint": str(path), "split": split} | result.to_dict(classes)
+    values = {"checkpoint": name, "split": split} | result.to_dict(classes)
     result.write(folder, classes)
     sentence = f"{label or split} accuracy {100 * result.accuracy:.2f} % ({result.correct}/{result.count})"
     plot_confusion(result.confusion, classes, sentence, folder / "confusion_matrix.png")
@@ -406,107 +408,88 @@ def report(
     return values
 
 
-def evaluate(config: EvaluateConfig, path: Path) -> None:
-    """Evaluate a trained model.
+def evaluate(config: EvaluateConfig, source: str) -> None:
+    """Evaluate a trained model: its head, or with `probe` its features, whose data may have other classes.
 
     Args:
-        config: on which images, and where the results go.
-        path: a weights file.
-
-    Raises:
-        ValueError: a checkpoint or data that are not there or don't fit; before any work is done.
-    """
-    refuse_overrides(config, {"data.test", "data.skip_empty", "decode.beams", "decode.length_penalty"}, "images")
-    device = pick_device(config.device)
-    model, description = load_classifier(path)
-    if not description["classes"]:
-        raise ValueError(f"the model in {path} has no classifier, so there is no accuracy to measure")
-    data = build_from_dict(ClassificationConfig, description["config"]).data
-    changed = {k: v for k, v in asdict(config.data).items() if v is not None}
-    for name, value in changed.items():
-        setattr(data, name, value)
-    look = dict(description["preprocessing"])
-    mean, std = look.pop("mean"), look.pop("std")
-    form = ImageFormat(look["mode"], tuple(look["image_size"]), look["interpolation"])
-
-    dataset = load(
-        data.kind,
-        data.root,
-        image_size=form.image_size,
-        fake_images=data.fake_images,
-        classes=description["classes"],
-        parts=("test",) if config.split == "test" else ("train", "val"),
-        allow_missing_classes=data.allow_missing_classes,
-    )
-    if config.split == "val":
-        dataset.hold_out(data.hold_out, data.split_seed)
-    source = dataset.val if config.split == "val" else dataset.test
-    if source is None:
-        raise ValueError(
-            f"{data.kind} in {data.root} has no {config.split} images; choose another --split or --data.root"
-        )
-    in_memory = hold_in_memory(data, form, len(source))
-    images, notes = open_part(config.split, source, data, form, in_memory)
-    for note in [*[f"data.{k} is {v}, other than in training" for k, v in changed.items()], *dataset.notes, *notes]:
-        print(f"note: {note}")
-    loader = make_loader(
-        images, form, config.batch_size, BatchTransform(mean, std), workers=data.workers, device=device
-    )
-    parts = (path.stem, config.split, Path(data.root).name if {"kind", "root"} & changed.keys() else "test")
-    name = "_".join(["evaluation", *[p for p in parts if p not in ("last", "test")]])
-    folder = Path(config.out) if config.out else path.parent / name
-    values = report(path, (model, description), loader, config.split, folder, device)
-    if config.json:
-        write_json(Path(config.json), values)
-
-
-def probe(config: EvaluateConfig, source: str) -> None:
-    """Print how good a model's frozen features are for a data set, which may have other classes than the model.
-
-    Args:
-        config: on which images: a probe is fitted to all training images and evaluated on the test images, or with the
-            split "val" on those held out and fitted to the others.
+        config: on which images, and where the results go. A probe is fitted to all training images and evaluated on the
+            test images, or with the split "val" on those held out and fitted to the others.
         source: as `read_classifier`.
 
     Raises:
         ValueError: a model or data that are not there or don't fit; before any work is done.
     """
-    not_for_images = {"data.test", "data.skip_empty", "decode.beams", "decode.length_penalty"}
-    refuse_overrides(config, not_for_images, "images")
+    refuse_overrides(config, {"data.test", "data.skip_empty", "decode.beams", "decode.length_penalty"}, "images")
     device = pick_device(config.device)
     classifier = read_classifier(source)[1]
-    model = classifier.model.to(device)
-    data = replace(classifier.data, **{k: v for k, v in asdict(config.data).items() if v is not None})
+    if not classifier.classes and not config.probe:
+        raise ValueError(
+            f"the model in {source} has no classifier, so there is no accuracy to measure; --probe true fits one"
+        )
+    changed = {k: v for k, v in asdict(config.data).items() if v is not None}
+    data = replace(classifier.data, **changed)
     dataset = load(
         data.kind,
         data.root,
         image_size=classifier.form.image_size,
         fake_images=data.fake_images,
-        parts=("train", "test") if config.split == "test" else ("train", "val"),
+        classes=None if config.probe else classifier.classes,
+        parts=("train", config.split) if config.probe or config.split == "val" else ("test",),
         allow_missing_classes=data.allow_missing_classes,
     )
     if config.split == "val":
         dataset.hold_out(data.hold_out, data.split_seed)
-    source_of = {"train": dataset.train, config.split: dataset.val if config.split == "val" else dataset.test}
-    found = {}
-    for part, images in source_of.items():
-        if images is None:
-            raise ValueError(f"{data.kind} in {data.root} has no {part} images; choose another --split or --data.root")
-        in_memory = hold_in_memory(data, classifier.form, len(images))
-        opened, notes = open_part(part, images, data, classifier.form, in_memory)
-        for note in notes:
-            print(f"note: {note}")
-        transform = BatchTransform(classifier.mean, classifier.std)
-        loader = make_loader(opened, classifier.form, config.batch_size, transform, workers=data.workers, device=device)
-        found[part] = collect(model.pooled_features, loader.batches())
-    train, test = found["train"], found[config.split]
-    total = len(test[1])
-    results: dict[str, Any] = {"source": source, "split": config.split, "fitted_to": len(train[1]), "count": total}
-    for name, label, correct in (
-        ("knn", f"{min(NEIGHBOURS, len(train[1]))} nearest neighbours", nearest_neighbours(train, test)),
-        ("linear", "linear probe", linear_probe(train, test)),
-    ):
-        results[name] = {"accuracy": correct / total, "correct": correct}
-        print(f"{config.split} accuracy of the {label}: {100 * correct / total:.2f} % ({correct}/{total})")
+    for note in [*[f"data.{k} is {v}, other than in training" for k, v in changed.items()], *dataset.notes]:
+        print(f"note: {note}")
+    parts: dict[str, ImageSource | None] = {"train": dataset.train} if config.probe else {}
+    parts[config.split] = dataset.val if config.split == "val" else dataset.test
+    loaders = {part: evaluation_loader(config, classifier, data, part, images) for part, images in parts.items()}
+    if config.probe:
+        values = report_probes(classifier.model.to(device), loaders["train"], loaders[config.split], config.split)
+        values["checkpoint"] = source
+    else:
+        path = Path(source)
+        saved = path.is_dir() or path.is_file()
+        name = path.stem if path.is_file() else "last" if path.is_dir() else source.replace(":", "_").replace("/", "_")
+        words = (name, config.split, Path(data.root).name if {"kind", "root"} & changed.keys() else "test")
+        folder_name = "_".join(["evaluation", *[w for w in words if w not in ("last", "test")]])
+        home = path if path.is_dir() else path.parent if saved else Path()
+        folder = Path(config.out) if config.out else home / folder_name
+        values = report(
+            str(weights_file(path) if is_run(path) else source),
+            classifier.model,
+            classifier.classes,
+            loaders[config.split],
+            config.split,
+            folder,
+            device,
+        )
     if config.json:
-        write_json(Path(config.json), results)
+        write_json(Path(config.json), values)
+
+
+def evaluation_loader(
+    config: EvaluateConfig, classifier: Classifier, data: DataConfig, part: str, images: ImageSource | None
+) -> Loader:
+    """Batches of a part of a data set, prepared as the model was trained. Raises ValueError where there are none."""
+    if images is None:
+        raise ValueError(f"{data.kind} in {data.root} has no {part} images; choose another --split or --data.root")
+    opened, notes = open_part(part, images, data, classifier.form, hold_in_memory(data, classifier.form, len(images)))
+    for note in notes:
+        print(f"note: {note}")
+    transform = BatchTransform(classifier.mean, classifier.std)
+    device = pick_device(config.device)
+    return make_loader(opened, classifier.form, config.batch_size, transform, workers=data.workers, device=device)
+
+
+def report_probes(model: VisionTransformer, train: Loader, test: Loader, split: str) -> dict[str, Any]:
+    """Fit probes to the features of some images, print how good they are on others, and return it as plain values."""
+    fitted_to, on = (collect(model.eval().pooled_features, loader.batches()) for loader in (train, test))
+    total, values = len(on[1]), {"split": split, "fitted_to": len(fitted_to[1]), "count": len(on[1])}
+    for name, label, correct in (
+        ("knn", f"{min(NEIGHBOURS, len(fitted_to[1]))} nearest neighbours", nearest_neighbours(fitted_to, on)),
+        ("linear", "linear probe", linear_probe(fitted_to, on)),
+    ):
+        values |= {name: {"accuracy": correct / total, "correct": correct}}
+        print(f"{split} accuracy of the {label}: {100 * correct / total:.2f} % ({correct}/{total})")
+    return values

@@ -29,6 +29,7 @@ from vit_scratch.training.loop import Adapt, Batches, Loss, Validate, fit
 from vit_scratch.training.optimizer import make_optimizers
 from vit_scratch.training.provenance import versions
 from vit_scratch.training.schedule import SCHEDULES
+from vit_scratch.vision.hub import PACKAGED
 
 
 def open_run(config: Any, out: Path, resume: bool) -> TrainingStates:
@@ -214,6 +215,12 @@ def weights_file(checkpoint: Path) -> Path:
     if checkpoint.is_dir() and not path.exists():
         raise ValueError(f"{checkpoint} holds no last.safetensors; give the folder of a run, or a .safetensors file")
     return path
+
+
+def is_saved(source: str) -> bool:
+    """Whether a source is none of our checkpoints, but a folder that some library saved, or a name of weights."""
+    path = Path(source)
+    return (path / "config.json").is_file() or (not path.exists() and (source in PACKAGED or ":" in source))
 
 
 def task_of(path: Path, tasks: list[str]) -> str:

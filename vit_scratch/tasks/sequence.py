@@ -32,7 +32,15 @@ from vit_scratch.data.toy import toy_pairs
 from vit_scratch.evaluation.attention import attention_maps
 from vit_scratch.evaluation.plots import plot_attention
 from vit_scratch.evaluation.sequences import evaluate_tokens, exact_matches, translation_scores, write_results
-from vit_scratch.tasks.run import check_folder, load_model, open_run, refuse_overrides, train_model, write_json
+from vit_scratch.tasks.run import (
+    check_folder,
+    load_model,
+    open_run,
+    refuse_overrides,
+    train_model,
+    weights_file,
+    write_json,
+)
 from vit_scratch.training.checkpoint import replacing
 from vit_scratch.training.device import pick_device, pick_precision, use_deterministic_algorithms
 from vit_scratch.transformer.decoder import Decoder
@@ -438,19 +446,19 @@ def decoding(config: DecodeConfig, overrides: DecodeOverrides) -> DecodeConfig:
     return replace(config, **{k: v for k, v in asdict(overrides).items() if v is not None})
 
 
-def evaluate(config: EvaluateConfig, path: Path) -> None:
+def evaluate(config: EvaluateConfig, source: str) -> None:
     """Evaluate a trained model.
 
     Args:
         config: on which data, and where the results go.
-        path: a weights file.
+        source: the folder of a run, or a weights file.
 
     Raises:
         ValueError: a checkpoint or data that are not there or don't fit; before any work is done.
     """
     images_only = {"data.kind", "data.skip_broken", "data.allow_missing_classes", "data.workers"}
     refuse_overrides(config, images_only, "sequences")
-    device = pick_device(config.device)
+    device, path = pick_device(config.device), weights_file(Path(source))
     model, description, stored = load_transformer(path)
     tokenizer = stored_tokenizer(description)
     changed = {k: v for k, v in asdict(config.data).items() if v is not None}
