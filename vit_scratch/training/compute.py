@@ -28,7 +28,7 @@ class ComputeCounter:
 
     Args:
         model: of which a copy without data is made.
-        loss: (model, inputs, targets) -> the loss and more, which is not looked at.
+        loss: (model, inputs, targets) -> the loss, or a tuple of it and more, which is not looked at.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any, Any], Any]):
@@ -46,9 +46,9 @@ class ComputeCounter:
         key = shapes(inputs), shapes(targets)
         if key not in self.known:
             with torch.set_grad_enabled(self.frozen), FlopCounterMode(display=False) as counter:
-                loss = self.loss(self.model, without_data(inputs), without_data(targets))[0]
+                result = self.loss(self.model, without_data(inputs), without_data(targets))
                 if self.frozen:
-                    loss.backward()
+                    (result[0] if isinstance(result, tuple) else result).backward()
             self.known[key] = counter.get_total_flops() * (1 if self.frozen else 3)
         return self.known[key]
 
