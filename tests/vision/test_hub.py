@@ -55,9 +55,9 @@ def test_a_model_comes_back_with_its_weights_and_all_that_is_known(tmp_path, cls
     assert json.loads(json.dumps(loaded.arguments)) == json.loads(json.dumps(model.arguments))
     images = torch.randn(2, 3, *model.patch_embedding.image_size)
     assert torch.equal(loaded(images), model.eval()(images))
-    loaded.save_pretrained(tmp_path / "again")
+    loaded.save_pretrained(tmp_path / "again" / "saved")
     for name in ("config.json", "README.md", "model.safetensors"):
-        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
+        assert (tmp_path / "again" / "saved" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
 
 
 def test_changed_heads_and_sizes_are_saved_as_they_are(tmp_path):
@@ -74,6 +74,7 @@ def test_the_card_says_what_is_known_and_nothing_else(tmp_path):
     model.save_pretrained(tmp_path / "bare")
     card = (tmp_path / "bare" / "README.md").read_text()
     assert "Not measured." in card
+    assert 'VisionTransformer.from_pretrained("bare")' in card
     assert f"{sum(p.numel() for p in model.parameters()):,} parameters, 24 wide, 2 deep, 3 heads" in card
     model.metadata = KNOWN
     model.save_pretrained(tmp_path / "full")

@@ -27,10 +27,12 @@ class Hub(PyTorchModelHubMixin, library_name="vit_scratch", tags=["image-classif
         arguments: what the model is built with; `from_arguments` builds it.
         metadata: what is to be known about its use, as plain values: `classes`, a list of names; `preprocessing`, with
             mode, image_size, interpolation, mean and std; `results`, a list of sentences. Saved and loaded with it.
+        saved_as: the folder's name, for the model card.
     """
 
     arguments: dict[str, Any]
     metadata: dict[str, Any]
+    saved_as: str = "FOLDER"
 
     @classmethod
     def from_arguments(cls: type[T], arguments: dict[str, Any]) -> T:
@@ -88,6 +90,7 @@ class Hub(PyTorchModelHubMixin, library_name="vit_scratch", tags=["image-classif
     def _save_pretrained(self, save_directory: Path) -> None:
         """Weights and configuration; the card is written by the caller."""
         super()._save_pretrained(save_directory)
+        self.saved_as = save_directory.name
         text = json.dumps({"arguments": self.arguments} | self.metadata, indent=1, ensure_ascii=False)
         (save_directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
@@ -107,7 +110,7 @@ class Hub(PyTorchModelHubMixin, library_name="vit_scratch", tags=["image-classif
             "```python",
             "from vit_scratch import VisionTransformer",
             "",
-            'model = VisionTransformer.from_pretrained("NAME OR FOLDER")',
+            f'model = VisionTransformer.from_pretrained("{self.saved_as}")',
             "```",
             "",
             "## Preprocessing",
