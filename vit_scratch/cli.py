@@ -119,11 +119,14 @@ def convert(arguments: list[str], prog: str) -> int:
     parser.add_argument(
         "source",
         type=str,
-        help="Folder of a run, a file of weights, a folder that timm or transformers saved, or LIBRARY:NAME for "
-        "pretrained weights, such as timm:vit_tiny_patch16_224, which are downloaded.",
+        help="Folder of a run, file of weights, folder that save_pretrained, timm or transformers saved, weights of "
+        "this package, or such as timm:vit_tiny_patch16_224, which are downloaded.",
     )
     parser.add_argument(
-        "destination", type=str, help="What to write: a folder for timm and transformers, else a .safetensors file."
+        "destination",
+        type=str,
+        help="What to write: a folder for timm and transformers, a .safetensors file for torchvision, and one or the "
+        "other for vit_scratch.",
     )
     parser.add_class_arguments(ConvertConfig, None)
     values = parse(parser, arguments)

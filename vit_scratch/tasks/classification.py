@@ -443,17 +443,22 @@ def evaluate(config: EvaluateConfig, source: str) -> None:
         print(f"note: {note}")
     parts: dict[str, ImageSource | None] = {"train": dataset.train} if config.probe else {}
     parts[config.split] = dataset.val if config.split == "val" else dataset.test
-    loaders = {part: evaluation_loader(config, classifier, data, part, images) for part, images in parts.items()}
+    loaders = {
+        part: evaluation_loader(config, classifier, data, part, images, device) for part, images in parts.items()
+    }
     if config.probe:
         values = report_probes(classifier.model.to(device), loaders["train"], loaders[config.split], config.split)
         values["checkpoint"] = source
     else:
         path = Path(source)
-        saved = path.is_dir() or path.is_file()
-        name = path.stem if path.is_file() else "last" if path.is_dir() else source.replace(":", "_").replace("/", "_")
+        if path.is_dir():
+            home, name = path, "last"
+        elif path.is_file():
+            home, name = path.parent, path.stem
+        else:
+            home, name = Path(), source.replace(":", "_").replace("/", "_")
         words = (name, config.split, Path(data.root).name if {"kind", "root"} & changed.keys() else "test")
         folder_name = "_".join(["evaluation", *[w for w in words if w not in ("last", "test")]])
-        home = path if path.is_dir() else path.parent if saved else Path()
         folder = Path(config.out) if config.out else home / folder_name
         values = report(
             str(weights_file(path) if is_run(path) else source),
@@ -469,7 +474,12 @@ def evaluate(config: EvaluateConfig, source: str) -> None:
 
 
 def evaluation_loader(
-    config: EvaluateConfig, classifier: Classifier, data: DataConfig, part: str, images: ImageSource | None
+    config: EvaluateConfig,
+    classifier: Classifier,
+    data: DataConfig,
+    part: str,
+    images: ImageSource | None,
+    device: torch.device,
 ) -> Loader:
     """Batches of a part of a data set, prepared as the model was trained. Raises ValueError where there are none."""
     if images is None:
@@ -478,7 +488,6 @@ def evaluation_loader(
     for note in notes:
         print(f"note: {note}")
     transform = BatchTransform(classifier.mean, classifier.std)
-    device = pick_device(config.device)
     return make_loader(opened, classifier.form, config.batch_size, transform, workers=data.workers, device=device)
 
 

@@ -83,9 +83,11 @@ def read_classifier(
         try:
             model, description = load_classifier(weights_file(path))
         except ValueError as error:
+            if "was not written by vit_scratch" not in str(error):
+                raise
             raise ValueError(
-                f"{error}. For weights of another library say with --architecture of what model they are, such as "
-                "timm:vit_tiny_patch16_224"
+                f"{error}. For weights of another library run vit-scratch convert, and say with --architecture of what "
+                "model they are, such as timm:vit_tiny_patch16_224"
             ) from error
         look = dict(description["preprocessing"])
         form = ImageFormat(look["mode"], tuple(look["image_size"]), look["interpolation"])

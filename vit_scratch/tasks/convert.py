@@ -18,11 +18,11 @@ from vit_scratch.vision.conversion import (
     ConversionError,
     largest_difference,
     timm_options,
+    to_timm,
     to_torchvision,
     to_transformers,
 )
 from vit_scratch.vision.patch_embedding import as_pair
-from vit_scratch.vision.pretrained import CONVERSIONS
 from vit_scratch.vision.vit import VisionTransformer
 
 TIMM_BASES = {1e-6: "vit_base_patch16_224", 1e-5: "vit_base_patch16_clip_224"}
@@ -35,7 +35,8 @@ def convert(config: ConvertConfig, source: str, destination: Path) -> None:
     Args:
         config: into what, and how the source is to be read.
         source: a file, a folder, or the name of a pretrained model, such as "timm:vit_tiny_patch16_224".
-        destination: what to write, a folder for timm and transformers, a .safetensors file for the others.
+        destination: what to write: a folder for timm and transformers, a .safetensors file for torchvision, and one or
+            the other for vit_scratch.
 
     Raises:
         ValueError: a source that can't be read or converted, or a destination that is there or of the wrong kind.
@@ -128,7 +129,6 @@ def write_timm(classifier: Classifier, folder: Path) -> tuple[nn.Module, str]:
     import timm
 
     model = classifier.model
-    theirs = CONVERSIONS["timm"][1](model)
     eps = model.arguments["norm_eps"]
     if eps not in TIMM_BASES:
         raise ConversionError(
@@ -139,7 +139,7 @@ def write_timm(classifier: Classifier, folder: Path) -> tuple[nn.Module, str]:
     del options["norm_layer"]
     options["act_layer"] = model.arguments["activation"]  # a name, which timm can write; it has the same names
     named = timm.create_model(TIMM_BASES[eps], **options)
-    named.load_state_dict(theirs.state_dict())
+    named.load_state_dict(to_timm(model).state_dict())
     channels = model.patch_embedding.in_channels
     timm.models.save_for_hf(
         named,

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vit_scratch.vision.vit import VisionTransformer, create_vit
+from vit_scratch.vision.vit import TIMM_POOLINGS, VisionTransformer, create_vit
 
 TOLERANCE = 1e-4
 """The largest difference between two models' logits that a conversion may leave."""
@@ -211,17 +212,12 @@ def largest_difference(ours: VisionTransformer, other: nn.Module) -> float:
     results = []
     for model in (ours, other):
         with evaluating(model):
-            weights = {n: t.double() if t.is_floating_point() else t for n, t in named_tensors(model)}
+            named = chain(model.named_parameters(), model.named_buffers())  # also buffers that no state dict has
+            weights = {n: t.double() if t.is_floating_point() else t for n, t in named}
             output = functional_call(model, weights, (images,))
         output = output if isinstance(output, Tensor) else features_or_logits(output)
         results.append(output)
     return (results[0] - results[1]).abs().max().item()
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, those that no state dict has among them."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def features_or_logits(output: Any) -> Tensor:
@@ -241,15 +237,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def check_same(ours: VisionTransformer, theirs: nn.Module) -> float:
-    """`largest_difference` of ours and another model. Raises ConversionError where it exceeds `TOLERANCE`."""
+def check_same(ours: VisionTransformer, theirs: nn.Module) -> None:
+    """Raise ConversionError where the `largest_difference` of ours and another model exceeds `TOLERANCE`."""
     difference = largest_difference(ours, theirs)
     if not difference <= TOLERANCE:
         raise ConversionError(
             f"the logits of both models differ by {difference:.2g} on random images, more than {TOLERANCE}: the other "
             "one computes something that was not seen"
         )
-    return difference
 
 
 def import_weights(theirs: nn.Module, arguments: dict[str, Any], names: Names, start: str = "") -> VisionTransformer:
@@ -309,7 +304,7 @@ def timm_arguments(model: Any) -> dict[str, Any]:
     refuse(
         {
             "an attention pooling": model.attn_pool is not None,
-            f"a pooling {model.global_pool!r}": model.attn_pool is None and model.global_pool not in ("token", "avg"),
+            f"a pooling {model.global_pool!r}": model.attn_pool is None and model.global_pool not in TIMM_POOLINGS,
             "an average of the prefix tokens, too": model.global_pool == "avg" and model.pool_include_prefix,
             f"an activation {type(block.mlp.act).__name__}": activation is None,
             "a norm inside attention or feed-forward network": any(
@@ -346,7 +341,7 @@ def timm_arguments(model: Any) -> dict[str, Any]:
         qkv_bias=block.attn.qkv.bias is not None,
         norm_eps=block.norm1.eps,
         final_norm=not isinstance(model.norm, nn.Identity),
-        pooling={"token": "class", "avg": "mean"}[model.global_pool],
+        pooling=TIMM_POOLINGS[model.global_pool],
         class_token=class_token,
         registers=model.num_reg_tokens,
         prefix_positions=positions,
@@ -386,7 +381,7 @@ def timm_options(model: VisionTransformer) -> dict[str, Any]:
         patch_size=model.patch_embedding.patch_size,
         in_chans=a["in_channels"],
         num_classes=a["num_classes"],
-        global_pool={"class": "token", "mean": "avg"}[a["pooling"]],
+        global_pool={ours: theirs for theirs, ours in TIMM_POOLINGS.items()}[a["pooling"]],
         embed_dim=a["dim"],
         depth=a["depth"],
         num_heads=a["heads"],

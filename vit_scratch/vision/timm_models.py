@@ -5,13 +5,14 @@ Importing this registers them. `import vit_scratch` sees to that as soon as timm
 
 from typing import Any
 
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from vit_scratch.transformer.encoder import Encoder
 from vit_scratch.vision.patch_embedding import Size
-from vit_scratch.vision.vit import PRESETS, VisionTransformer, check_choice, create_vit, vit_arguments
+from vit_scratch.vision.vit import PRESETS, TIMM_POOLINGS, VisionTransformer, check_choice, create_vit, vit_arguments
 
 PREFIX = "vit_scratch_"
 ARGUMENTS = {
@@ -26,7 +27,6 @@ ARGUMENTS = {
 }
 """Our arguments by timm's names."""
 
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CIFAR10 = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 """Mean and standard deviation of each channel, of pixels from 0 to 1."""
 
@@ -48,7 +48,7 @@ class TimmModel(VisionTransformer):
     @property
     def global_pool(self) -> str:
         """timm's name of the pooling: "token" or "avg"."""
-        return {"class": "token", "mean": "avg"}[self.pooling]
+        return {ours: theirs for theirs, ours in TIMM_POOLINGS.items()}[self.pooling]
 
     @property
     def in_chans(self) -> int:
@@ -92,8 +92,7 @@ class TimmModel(VisionTransformer):
         check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
         wanted, end = set(feature_take_indices(self.encoder.depth, indices)[0]), self.encoder.depth - 1
         needed = wanted if intermediates_only else wanted | {end}
-        tokens, grid = self.embed(x), self.grid_of(x)
-        found = self.encoder.intermediates(tokens, needed, rotation=self.rotation(grid), grid=grid)
+        found, grid = self.intermediates(x, needed), self.grid_of(x)
         results: list[Any] = []
         for i in sorted(wanted):  # timm's order is that of the layers
             output = self.encoder.norm(found[i]) if norm else found[i]
@@ -145,8 +144,8 @@ def build(preset: str, **options: Any) -> TimmModel:
         raise ValueError("drop_rate drops elements of the pooled features, which this model can't; use dropout=")
     if "global_pool" in options:
         pool = options.pop("global_pool")
-        check_choice("global_pool", pool, ("token", "avg"))
-        options["pooling"] = {"token": "class", "avg": "mean"}[pool]
+        check_choice("global_pool", pool, tuple(TIMM_POOLINGS))
+        options["pooling"] = TIMM_POOLINGS[pool]
     model = create_vit(preset, TimmModel, **{ARGUMENTS.get(name, name): value for name, value in options.items()})
     assert isinstance(model, TimmModel)
     return model
@@ -175,7 +174,7 @@ def register(preset: str) -> None:
 def default_cfg(preset: str) -> dict[str, Any]:
     """What timm wants to know about the input and the head of a preset."""
     size = vit_arguments(preset)["image_size"]
-    mean, std = CIFAR10 if size == 32 else IMAGENET
+    mean, std = CIFAR10 if size == 32 else (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
     return dict(
         input_size=(3, size, size),
         num_classes=10 if size == 32 else 1000,

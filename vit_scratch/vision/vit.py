@@ -4,7 +4,7 @@ Shapes: B batch, C channels, N patches, D model width, K head width. Tokens stan
 registers (if any), patches in reading order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from inspect import Parameter, signature
 from typing import Any
@@ -25,6 +25,8 @@ from vit_scratch.vision.patch_embedding import ConvolutionalStem, PatchEmbedding
 POOLINGS = ("class", "mean")
 POSITIONS = ("learned", "sinusoidal", "rotary")
 PREFIX_POSITIONS = ("none", "class", "all")
+TIMM_POOLINGS = {"token": "class", "avg": "mean"}
+"""Our poolings by timm's names."""
 STEMS = {"patch": PatchEmbedding, "convolution": ConvolutionalStem}
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -217,8 +219,10 @@ class VisionTransformer(nn.Module, Hub):
     def rotation(self, grid: Grid) -> Rotation | None:
         """Rotary positions of all tokens for this grid of patches, None for a model that has others."""
         cos, sin = self.rotation_cos, self.rotation_sin
-        if cos is None or sin is None or grid == self.grid:
-            return None if cos is None or sin is None else (cos, sin)
+        if cos is None or sin is None:
+            return None
+        if grid == self.grid:
+            return cos, sin
         head_dim = self.encoder.dim // self.encoder.heads
         return stretched_rotation(grid, self.grid, head_dim, self.num_prefix_tokens, cos.device)
 
@@ -245,8 +249,7 @@ class VisionTransformer(nn.Module, Hub):
             raise ValueError(
                 f"layers={list(layers)}: this model has {depth} layers, from 0 to {depth - 1} or -1 to -{depth}"
             )
-        x, grid = self.embed(images), self.grid_of(images)
-        found = self.encoder.intermediates(x, wanted, rotation=self.rotation(grid), grid=grid)
+        found, grid = self.intermediates(images, wanted), self.grid_of(images)
         results = []
         for i in wanted:
             tokens = self.encoder.norm(found[i]) if norm else found[i]
@@ -254,6 +257,11 @@ class VisionTransformer(nn.Module, Hub):
             feature_map = rearrange(patches, "b (n m) d -> b d n m", n=grid[0]).contiguous()
             results.append((feature_map, None if self.class_token is None else tokens[:, 0]))
         return results
+
+    def intermediates(self, images: Tensor, layers: Collection[int]) -> dict[int, Tensor]:
+        """`Encoder.intermediates` of images (B, C, height, width): tokens (B, prefix + N, D) of each of the layers."""
+        x, grid = self.embed(images), self.grid_of(images)
+        return self.encoder.intermediates(x, layers, rotation=self.rotation(grid), grid=grid)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Encoded tokens (B, prefix + N, D) -> logits (B, classes), or pooled features (B, D) with `pre_logits`."""
@@ -308,10 +316,10 @@ class VisionTransformer(nn.Module, Hub):
         if num_classes < 0:
             raise ValueError(f"num_classes={num_classes} is negative; 0 leaves the head out")
         if global_pool is not None:
-            check_choice("global_pool", global_pool, ("token", "avg"))
+            check_choice("global_pool", global_pool, tuple(TIMM_POOLINGS))
             if global_pool == "token" and self.class_token is None:
                 raise ValueError("global_pool='token' needs a class token; this model was built without one")
-            self.pooling = {"token": "class", "avg": "mean"}[global_pool]
+            self.pooling = TIMM_POOLINGS[global_pool]
         self.num_classes = num_classes
         has_class = self.class_token is not None
         self.arguments |= dict(num_classes=num_classes, pooling=self.pooling, class_token=has_class)
