@@ -208,7 +208,7 @@ def test_weights_of_a_part_are_counted_in_a_note(tmp_path, capsys, monkeypatch):
         "timm:vit_tiny_patch16_224",
     ]
     assert run(*arguments) == 2
-    assert "of 20, 4 missing (blocks.0.mlp.fc1.weight, blocks.0.mlp.fc1.bias, " in capsys.readouterr().err
+    assert "of 20 weights, 4 missing (blocks.0.mlp.fc1.weight, blocks.0.mlp.fc1.bias, " in capsys.readouterr().err
     assert run(*arguments, "--incomplete", "true") == 0
     assert "note: loaded 16 of 20 weights; as they were at first: blocks.0.mlp.fc1.weight" in capsys.readouterr().out
 

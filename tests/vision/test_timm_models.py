@@ -221,3 +221,15 @@ def test_a_folder_that_timm_saved_is_loaded_by_timm(tmp_path):
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     images = torch.randn(2, 3, 16, 16)
     assert torch.equal(loaded(images), model(images))
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
+def test_a_folder_that_timm_saved_has_what_was_changed_since(tmp_path, positions):
+    model = make(num_classes=3, positions=positions)
+    model.set_input_size(img_size=(8, 24))
+    model.reset_classifier(5, global_pool="avg")
+    timm.models.save_for_hf(model, str(tmp_path))
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert resolve_data_config({}, model=loaded)["input_size"] == (3, 8, 24)
+    images = torch.randn(2, 3, 8, 24)
+    assert torch.equal(loaded(images), model.eval()(images))

@@ -30,6 +30,7 @@ from vit_scratch.training.optimizer import make_optimizers
 from vit_scratch.training.provenance import versions
 from vit_scratch.training.schedule import SCHEDULES
 from vit_scratch.vision.hub import PACKAGED
+from vit_scratch.vision.matching import weight_differences
 
 
 def open_run(config: Any, out: Path, resume: bool) -> TrainingStates:
@@ -270,15 +271,7 @@ def load_model(
         model = build(description)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} describes a model that can't be built: {error}") from error
-    expected = model.state_dict()
-    matching = [n for n, w in weights.items() if n in expected and w.shape == expected[n].shape]
-    if len(matching) < len(weights) or len(matching) < len(expected):
-        others = [n for n in weights if n not in matching]
-        missing = [n for n in expected if n not in matching]
-        raise ValueError(
-            f"{path} holds the weights of another model than it describes: {len(matching)} of {len(expected)} fit; "
-            f"{len(missing)} missing or of another shape ({', '.join(missing[:3])}{', ...' if missing[3:] else ''}), "
-            f"{len(others)} not of this model ({', '.join(others[:3])}{', ...' if others[3:] else ''})"
-        )
+    if fault := weight_differences(weights, model.state_dict()):
+        raise ValueError(f"{path} holds the weights of another model than it describes: {fault}")
     model.load_state_dict(weights)
     return model.eval(), description

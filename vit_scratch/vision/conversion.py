@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from vit_scratch.vision.matching import counted
 from vit_scratch.vision.vit import TIMM_POOLINGS, VisionTransformer, create_vit
 
 TOLERANCE = 1e-4
 """The largest difference between two models' logits that a conversion may leave."""
+NOT_ITS_OWN = "the weights are not those of such a model: "
 
 
 class ConversionError(ValueError):
@@ -142,7 +144,7 @@ def to_ours(weights: Mapping[str, Tensor], model: VisionTransformer, names: Name
             continue
         found[name] = (torch.cat(parts) if len(parts) > 1 else parts[0].clone()).reshape(fitting(name, parts, mine))
     if missing or left:
-        raise ConversionError(mismatch(missing, list(left), len(weights)))
+        raise ConversionError(NOT_ITS_OWN + counted(len(weights), missing=missing, unexpected=list(left)))
     model.load_state_dict(found, assign=True)
 
 
@@ -166,7 +168,7 @@ def to_theirs(model: VisionTransformer, theirs: nn.Module, names: Names, changed
             found[target] = part.clone().reshape(shape)
     missing, left = [n for n in wanted if n not in found], [n for n in found if n not in wanted]
     if missing or left:
-        raise ConversionError(mismatch(missing, left, len(wanted)))
+        raise ConversionError(NOT_ITS_OWN + counted(len(wanted), missing=missing, unexpected=left))
     theirs.load_state_dict(found, assign=True)
 
 
@@ -181,16 +183,6 @@ def fitting(name: str, parts: list[Tensor], target: Tensor) -> torch.Size:
     if shape != target.shape and not (kernel and shape.numel() == target.numel()):
         raise ConversionError(f"the weight {name} has shape {tuple(shape)}, and {tuple(target.shape)} is needed")
     return target.shape
-
-
-def mismatch(missing: list[str], unexpected: list[str], total: int) -> str:
-    """What is wrong with a set of names of weights."""
-    parts = [
-        f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        for kind, names in (("missing", missing), ("unexpected", unexpected))
-        if names
-    ]
-    return f"the weights are not those of such a model: of {total}, {' and '.join(parts)}"
 
 
 # Are they the same?

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from vit_scratch.vision.matching import weight_differences
 from vit_scratch.vision.patch_embedding import as_pair
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
@@ -78,12 +79,15 @@ class Hub(PyTorchModelHubMixin, library_name="vit_scratch", tags=["image-classif
             path = Path(fetched)
         if not path.is_file():
             raise ValueError(f"{path} does not exist")
+        model = cls.from_arguments(config["arguments"])
+        assert isinstance(model, nn.Module)
         try:
-            model = cls.from_arguments(config["arguments"])
-            assert isinstance(model, nn.Module)
-            model.load_state_dict(load_file(path))
-        except (SafetensorError, TypeError, RuntimeError) as error:
-            raise ValueError(f"{path} is damaged, or not the weights of the model in config.json: {error}") from error
+            weights = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        if fault := weight_differences(weights, model.state_dict()):
+            raise ValueError(f"{path} holds other weights than those of the model in config.json: {fault}")
+        model.load_state_dict(weights)
         model.metadata = {name: value for name, value in config.items() if name != "arguments"}
         return model.eval()
 

@@ -12,15 +12,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from vit_scratch.vision.conversion import (
+    NOT_ITS_OWN,
     ConversionError,
     from_timm,
     from_torchvision,
     from_transformers,
-    mismatch,
     to_timm,
     to_torchvision,
     to_transformers,
 )
+from vit_scratch.vision.matching import weight_differences
 from vit_scratch.vision.vit import VisionTransformer
 
 CONVERSIONS: dict[
@@ -182,20 +183,10 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], *, incomplete: bool = 
         ConversionError: weights that are missing, left over or of another shape; with `incomplete`, where none fits.
     """
     wanted = model.state_dict()
-    missing = [n for n in wanted if n not in weights]
-    left = [n for n in weights if n not in wanted]
-    shapes = {n: (tuple(t.shape), tuple(wanted[n].shape)) for n, t in weights.items() if n in wanted}
-    other = {n: pair for n, pair in shapes.items() if pair[0] != pair[1]}
-    loaded = {n: t for n, t in weights.items() if n in wanted and n not in other}
-    if not incomplete and (missing or left):
-        raise ConversionError(mismatch(missing, left, len(wanted)))
-    if not incomplete and other:
-        name, (have, need) = next(iter(other.items()))
-        raise ConversionError(
-            f"{len(other)} of {len(wanted)} weights have another shape: {name} {have} instead of {need}"
-        )
-    if not loaded:
-        raise ConversionError(f"none of the {len(weights)} weights fits: {mismatch(missing, left, len(wanted))}")
+    loaded = {n: t for n, t in weights.items() if n in wanted and t.shape == wanted[n].shape}
+    fault = weight_differences(weights, wanted)
+    if fault and not (incomplete and loaded):
+        raise ConversionError(f"{'none fits; ' if incomplete else ''}{NOT_ITS_OWN}{fault}")
     model.load_state_dict(loaded, strict=False)
     if len(loaded) < len(wanted):
         rest = [n for n in wanted if n not in loaded]

@@ -8,6 +8,7 @@ from typing import Any
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
+from timm.models._input import update_model_args, update_model_input_size
 from torch import Tensor, nn
 
 from vit_scratch.transformer.encoder import Encoder
@@ -61,6 +62,12 @@ class TimmModel(VisionTransformer):
             raise ValueError(f"patch_size={patch_size} can't be changed after a model was built; leave it out")
         if img_size is not None:
             super().set_input_size(img_size)
+            update_model_input_size(self, self.patch_embedding.image_size)  # for what timm saves of it
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """As `VisionTransformer.reset_classifier`."""
+        super().reset_classifier(num_classes, global_pool)
+        update_model_args(self, class_token=self.class_token is not None)  # which stays where the pooling changed
 
     def forward_intermediates(
         self,
