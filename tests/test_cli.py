@@ -308,7 +308,7 @@ def pickle(path: Path, trained: Path) -> None:
     [
         (corrupt, ["damaged"]),
         (foreign, ["1 tensors", "blocks.0.attn.proj.bias"]),
-        (of_another_model, ["32 of 32 fit", "12 not of this model (encoder.layers.2.attention"]),
+        (of_another_model, ["of 32 weights, 12 unexpected (encoder.layers.2.attention"]),
         (of_another_task, ["translation"]),
         (no_file, ["does not exist"]),
         (folder, ["no last.safetensors"]),
@@ -620,7 +620,7 @@ def test_a_training_state_of_an_older_version_is_refused_and_left(
     assert run("train", "--out", out, "--resume") == 2
     message = capsys.readouterr().err
     for path in (newest, before):
-        assert f"{path} can't be read: its format is 1, and this version reads 2" in message
+        assert f"{path} can't be read: its format is 1, and this version reads 3" in message
     assert "start anew with another --out" in message
     assert "Traceback" not in message
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == contents

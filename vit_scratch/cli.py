@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
@@ -162,15 +163,19 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
         print(USAGE, file=None if wanted else sys.stderr)
         return 0 if wanted else 2
     prog = prog or f"vit-scratch {arguments[0]}"
-    if os.environ.get("VIT_SCRATCH_TRACEBACK"):
-        return COMMANDS[arguments[0]](arguments[1:], prog)
-    try:
-        return COMMANDS[arguments[0]](arguments[1:], prog)
-    except ValueError as error:
-        status, message = 2, str(error)
-    except (OSError, RuntimeError) as error:
-        status, message = 1, str(error)
-    except KeyboardInterrupt:
-        status, message = 130, "interrupted"
-    print(f"{prog}: error: {message}", file=sys.stderr)
+    number = int(os.environ.get("RANK", 0))  # of several processes that torchrun has started the first one speaks
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if number else sys.stdout):
+        if os.environ.get("VIT_SCRATCH_TRACEBACK"):
+            return COMMANDS[arguments[0]](arguments[1:], prog)
+        try:
+            return COMMANDS[arguments[0]](arguments[1:], prog)
+        except ValueError as error:
+            status, message = 2, str(error)
+        except (OSError, RuntimeError) as error:
+            status, message = 1, str(error)
+        except KeyboardInterrupt:
+            status, message = 130, "interrupted"
+    # What can't work is the same for all processes of a machine.
+    if status != 2 or int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(f"{prog}: error: {f'process {number}: ' if number else ''}{message}", file=sys.stderr)
     return status

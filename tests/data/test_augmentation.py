@@ -257,6 +257,24 @@ def test_seeded_restores_the_global_generator_also_after_an_error():
     assert torch.equal(inside, torch.rand(4, generator=torch.Generator().manual_seed(3)))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [FULL, dict(policy="randaugment"), dict(policy="trivialaugment", shift=1), dict(cutmix=1.0, num_classes=5), {}],
+)
+def test_the_images_of_a_part_of_a_batch_are_augmented_as_in_the_whole(options):
+    images, labels = random_bytes(11, 3, 8, 8), torch.arange(11) % 5
+    transform = BatchTransform([0.5] * 3, [0.25] * 3, **options)
+    for seed in range(5):
+        whole, whole_labels = transform(images, labels, seed)
+        for places in (range(11), range(3, 7), [10, 0, 1], [5], range(6, 11)):
+            x, y = transform(images[places], labels[places], seed, torch.tensor(places), 11)
+            checked = slice(1 if transform.mix else 0, None)  # the first is mixed with one that is not here
+            assert torch.equal(x[checked], whole[places][checked])
+            assert torch.equal(y[checked], whole_labels[places][checked])
+        empty, _ = transform(images[:0], labels[:0], seed, torch.arange(0), 11)
+        assert empty.shape == (0, 3, 8, 8)
+
+
 def test_a_batch_transform_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
     BatchTransform([0.5] * 3, [0.25] * 3, **FULL)(random_bytes(4, 3, 8, 8), torch.arange(4), seed=1)
@@ -271,13 +289,12 @@ def test_policies_are_torchvisions_for_groups_of_four(policy, channels):
     single = {"randaugment": v2.RandAugment(2, 15), "trivialaugment": v2.TrivialAugmentWide()}[policy]
     results = []
     for seed in range(10):
-        with seeded(seed):  # the draws for a group are those for its first image
-            expected = []
-            for first in range(0, 10, 4):
-                state = torch.get_rng_state()
-                for image in images[first : first + 4]:
-                    torch.set_rng_state(state)
-                    expected.append(single(image))
+        with seeded(seed):
+            group_seeds = torch.randint(2**31, (3,)).tolist()
+        expected = []
+        for number, image in enumerate(images):
+            with seeded(group_seeds[number // 4]):
+                expected.append(single(image))
         x, y = transform(images, labels, seed)
         torch.testing.assert_close(x, (torch.stack(expected).float() / 255 - 0.5) / 0.25)
         assert torch.equal(y, labels)

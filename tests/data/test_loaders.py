@@ -401,5 +401,25 @@ def test_workers_that_start_anew_give_the_same_bits(files, method):
     gc.collect()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("processes", [2, 3, 7])
+@pytest.mark.parametrize("augment", [{}, AUGMENT, dict(policy="randaugment", shift=1)])
+def test_processes_divide_each_batch_of_one(files, kind, processes, augment):
+    steps = Noise()
+    whole = loader_of(kind, files, plain(**augment), seed=4, sample_transform=steps)
+    parts = [
+        loader_of(kind, files, plain(**augment), seed=4, sample_transform=steps, share=(number, processes))
+        for number in range(processes)
+    ]
+    for epoch, start in ((0, 0), (1, 2)):
+        divided = zip(*(loader.batches(epoch, start) for loader in parts), strict=True)
+        for (x, y, count), batches in zip(whole.batches(epoch, start), divided, strict=True):
+            assert torch.equal(torch.cat([b[0] for b in batches]), x)
+            assert torch.equal(torch.cat([b[1] for b in batches]), y)
+            assert {b[2] for b in batches} == {count} == {len(x)}
+            assert {len(b[0]) for b in batches} <= {count // processes, -(-count // processes)}
+    assert announced(parts[0]) == announced(whole)
+
+
 def test_held_images_count_themselves():
     assert len(HeldImages(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.zeros(3))) == 3

@@ -208,3 +208,21 @@ def test_the_shapes_are_without_data_and_need_no_random_numbers():
 def test_the_shapes_of_unequal_pairs_by_hand():
     loader = SequenceLoader([[5, 6, 7], [8], []], [[9], [10, 11, 12, 13], [14]], 8, device=CPU)
     assert announced(loader) == {((2, 4), (2, 2), (2, 2)): 1, ((1, 2), (1, 5), (1, 5)): 1}
+
+
+@pytest.mark.parametrize("processes", [2, 5])
+def test_processes_divide_each_batch_of_one(processes):
+    lengths = [(i % 7, (3 * i) % 5) for i in range(40)]
+    whole = SequenceLoader(*pairs_of(lengths), 30, seed=2, device=CPU)
+    parts = [
+        SequenceLoader(*pairs_of(lengths), 30, seed=2, device=CPU, share=(number, processes))
+        for number in range(processes)
+    ]
+    for batch, *divided in zip(whole.batches(1), *(loader.batches(1) for loader in parts), strict=True):
+        (source, target), following, count = batch
+        assert torch.equal(torch.cat([d[0][0] for d in divided]), source)
+        assert torch.equal(torch.cat([d[0][1] for d in divided]), target)
+        assert torch.equal(torch.cat([d[1] for d in divided]), following)
+        assert {d[2] for d in divided} == {count}
+        assert {len(d[1]) for d in divided} <= {len(source) // processes, -(-len(source) // processes)}
+    assert len(parts[0]) == len(whole)

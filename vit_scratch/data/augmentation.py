@@ -2,7 +2,8 @@
 
 A batch is augmented per sample: each image draws its own shift, flip and rectangle, and a few share their random
 operations. All draws come from torch's CPU generator inside `seeded`, so that they are a function of the seed, whatever
-the device and the number of workers.
+the device, the number of workers, and the number of processes among which a batch is divided: each of these draws for
+the whole batch, which takes no time, and augments the images that are its own.
 Shapes: B batch, C channels.
 """
 
@@ -130,38 +131,72 @@ class BatchTransform:
         ]
         self.mix = v2.RandomChoice(mixes) if mixes else None
 
-    def __call__(self, images: Tensor, labels: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Bytes (B, C, height, width) and labels (B,) -> floats of the same shape and labels (B,) or (B, classes)."""
+    def __call__(
+        self, images: Tensor, labels: Tensor, seed: int = 0, places: Tensor | None = None, total: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Augment a batch, or those images of a larger one that are here.
+
+        Args:
+            images: bytes (B, C, height, width).
+            labels: (B,).
+            seed: of the batch.
+            places: where each of them stands in the larger batch, (B,), ascending; with MixUp or CutMix each is mixed
+                with the one in front of it, the first with the last.
+            total: images of the larger batch.
+
+        Returns:
+            Floats of the same shape, and labels (B,) or (B, classes).
+        """
+        if places is None:
+            places, total = torch.arange(len(images)), len(images)
         with seeded(seed):
             if self.policy is not None:
-                images = torch.cat([self.policy(group) for group in images.split(SHARING)])
+                group_seeds = torch.randint(2**31, (-(-total // SHARING),)).tolist()
+                groups, sizes = (places // SHARING).unique_consecutive(return_counts=True)
+                parts = zip(groups.tolist(), images.split(sizes.tolist()), strict=True)
+                images = torch.cat([images[:0], *(self.operate(group_seeds[g], part) for g, part in parts)])
             if self.shift or self.flip:
-                images = shift_and_flip(images, self.shift, self.flip, self.padding)
+                images = shift_and_flip(images, self.shift, self.flip, self.padding, places, total)
             x = (images - self.mean.to(images.device)).div_(self.std.to(images.device))
             if self.erase:
-                x = erase(x, self.erase)
+                x = erase(x, self.erase, places, total)
             if self.mix is not None:
                 x, labels = self.mix(x, labels)
         return x, labels
 
+    def operate(self, seed: int, images: Tensor) -> Tensor:
+        """Apply the random operations that a seed stands for to images of bytes (B, C, height, width)."""
+        assert self.policy is not None
+        with seeded(seed):
+            return self.policy(images)
 
-def shift_and_flip(images: Tensor, shift: int, flip: bool, padding: str = "reflect") -> Tensor:
+
+def shift_and_flip(
+    images: Tensor,
+    shift: int,
+    flip: bool,
+    padding: str = "reflect",
+    places: Tensor | None = None,
+    total: int | None = None,
+) -> Tensor:
     """Move and mirror each image of a batch (B, C, height, width) by its own draw, in one gather.
 
     Args:
         shift: at most so many pixels in each direction.
         flip: mirror each image left to right with probability one half.
         padding: what lies outside of the image, "reflect" for its reflection or "zero" for black.
+        places, total: as `BatchTransform.__call__`; by default all of a batch.
     """
     batch, channels, height, width = images.shape
-    down, right = torch.randint(2 * shift + 1, (2, batch))
+    total, own = batch if total is None else total, slice(None) if places is None else places
+    down, right = torch.randint(2 * shift + 1, (2, total))[:, own]
     rows, columns = _sources(height, shift, padding)[down], _sources(width, shift, padding)[right]  # (B, side)
     if flip:
-        columns = torch.where(torch.rand(batch, 1) < 0.5, columns.flip(1), columns)
+        columns = torch.where(torch.rand(total, 1)[own] < 0.5, columns.flip(1), columns)
     if padding == "zero":
         images = F.pad(images, (0, 1, 0, 1))  # black, for what comes from outside
     index = rows[:, :, None] * images.shape[3] + columns[:, None, :]  # (B, height, width)
-    flat = index.to(images.device, non_blocking=True).view(batch, 1, -1).expand(-1, channels, -1)
+    flat = index.to(images.device, non_blocking=True).flatten(1)[:, None].expand(-1, channels, -1)
     return images.flatten(2).gather(2, flat).view(batch, channels, height, width)
 
 
@@ -180,22 +215,24 @@ def _sources(length: int, shift: int, padding: str) -> Tensor:
     return places.unfold(0, length, 1).contiguous()
 
 
-def erase(images: Tensor, probability: float) -> Tensor:
+def erase(images: Tensor, probability: float, places: Tensor | None = None, total: int | None = None) -> Tensor:
     """Set a random rectangle of some images (B, C, height, width) to 0.
 
     Its share of the area is uniform from 0.02 to 0.33, the logarithm of its aspect ratio uniform from 0.3 to 3.3, as
-    torchvision's `RandomErasing` has them.
+    torchvision's `RandomErasing` has them. `places` and `total` are as in `BatchTransform.__call__`; by default all of
+    a batch.
     """
     batch, _, height, width = images.shape
-    area = torch.empty(batch, 1).uniform_(0.02, 0.33) * height * width
-    ratio = torch.empty(batch, 1).uniform_(torch.tensor(0.3).log().item(), torch.tensor(3.3).log().item()).exp()
+    total, own = batch if total is None else total, slice(None) if places is None else places
+    area = torch.empty(total, 1).uniform_(0.02, 0.33) * height * width
+    ratio = torch.empty(total, 1).uniform_(torch.tensor(0.3).log().item(), torch.tensor(3.3).log().item()).exp()
     h = (area * ratio).sqrt().round().clamp(1, height)  # (B, 1)
     w = (area / ratio).sqrt().round().clamp(1, width)
-    top = (torch.rand(batch, 1) * (height - h + 1)).floor()
-    left = (torch.rand(batch, 1) * (width - w + 1)).floor()
-    chosen = torch.rand(batch, 1) < probability
+    top = (torch.rand(total, 1) * (height - h + 1)).floor()
+    left = (torch.rand(total, 1) * (width - w + 1)).floor()
+    chosen = torch.rand(total, 1) < probability
     rows, columns = torch.arange(height), torch.arange(width)
-    in_rows = (rows >= top) & (rows < top + h) & chosen  # (B, height)
-    in_columns = (columns >= left) & (columns < left + w)  # (B, width)
+    in_rows = ((rows >= top) & (rows < top + h) & chosen)[own]  # (B, height)
+    in_columns = ((columns >= left) & (columns < left + w))[own]  # (B, width)
     mask = in_rows[:, None, :, None] & in_columns[:, None, None, :]  # (B, 1, height, width)
     return images.masked_fill(mask.to(images.device, non_blocking=True), 0.0)

@@ -1,7 +1,8 @@
 """Batches for training and evaluation, from memory or from files read by worker processes.
 
 Order and augmentation are functions of (seed, epoch, place in the order), so that a run can go on in the middle of an
-epoch, and gives the same batches with any number of workers.
+epoch, and gives the same batches with any number of workers, and together with any number of processes, which divide
+each batch among them.
 Shapes: B batch, C channels.
 """
 
@@ -10,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from vit_scratch.data.images import CHANNELS, ImageError, Mode, fit
 from vit_scratch.data.sources import ImageSource
 
 Batch = tuple[Tensor, Tensor, int]
-"""Images (B, C, height, width), labels (B,) or (B, classes), and B."""
+"""Images (B, C, height, width), labels (B,) or (B, classes), and how many images the batch has in all processes."""
 
 SampleTransform = Callable[[Tensor], Tensor]
 
@@ -136,16 +138,22 @@ class UnreadableImageError(RuntimeError):
     """An image that can't be read, found while training is under way."""
 
 
+Chunk = tuple[np.ndarray, np.ndarray]
+"""Indices of the images of a batch, and a seed for each."""
+
+
 class Loader:
     """What the two loaders share: how many batches, in which order, and with which seeds.
 
     Args:
         count: number of images.
         shape: of an image, (C, height, width).
-        batch_size: images per batch; the last batch of an epoch holds what is left.
+        batch_size: images per batch, of all processes together; the last batch of an epoch holds what is left.
         transform: from bytes to what the network takes.
         seed: of order and augmentation; None for the given order and no randomness.
         device: where the batches go.
+        share: this process's number and how many there are; each gets its part of each batch, which may be empty in the
+            last one.
     """
 
     def __init__(
@@ -156,9 +164,10 @@ class Loader:
         transform: BatchTransform,
         seed: int | None,
         device: torch.device,
+        share: tuple[int, int],
     ):
         self.count, self.shape, self.batch_size = count, shape, batch_size
-        self.transform, self.seed, self.device = transform, seed, device
+        self.transform, self.seed, self.device, self.share = transform, seed, device, share
 
     def __len__(self) -> int:
         """Number of batches in an epoch."""
@@ -172,12 +181,18 @@ class Loader:
         order = np.random.default_rng([self.seed, epoch, 0]).permutation(self.count)
         return order, seeds(self.count, self.seed, epoch, 1), seeds(len(self), self.seed, epoch, 2)
 
-    def fetch(self, order: np.ndarray, sample_seeds: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield bytes (B, C, height, width) and labels (B,) on the device, batch after batch."""
+    def own(self, total: int) -> range:
+        """Places of a batch of so many images that are this process's."""
+        number, processes = self.share
+        return range(total * number // processes, total * (number + 1) // processes)
+
+    def fetch(self, chunks: list[Chunk]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield bytes (B, C, height, width) and labels (B,) on the device for each chunk; none is empty."""
         raise NotImplementedError
 
     def shapes(self) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """What batches an epoch consists of: images and labels without data, on the meta device, and how many."""
+        """What batches an epoch consists of, of all processes together: images and labels without data, on the meta
+        device, and how many."""
         whole, rest = divmod(self.count, self.batch_size)
         for batch, number in ((self.batch_size, whole), (rest, 1)):
             if batch and number:
@@ -187,11 +202,25 @@ class Loader:
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on."""
         order, sample_seeds, batch_seeds = self.plan(epoch)
-        first = start * self.batch_size
-        fetched = self.fetch(order[first:], sample_seeds[first:])
-        for number, (images, labels) in enumerate(fetched, start):
-            x, y = self.transform(images, labels, int(batch_seeds[number]))
-            yield x, y, len(x)
+        mixed = self.transform.mix is not None and self.share[1] > 1
+        places, chunks = [], []
+        for first in range(start * self.batch_size, self.count, self.batch_size):
+            own = self.own(min(self.batch_size, self.count - first))
+            # What is mixed needs the image in front of it, which may be another process's.
+            before = [(own.start - 1) % min(self.batch_size, self.count - first)] if mixed and own else []
+            places.append(np.array([*before, *own], dtype=np.int64))
+            chunks.append((order[first + places[-1]], sample_seeds[first + places[-1]]))
+        fetched = self.fetch([chunk for chunk in chunks if len(chunk[0])])
+        for number, own_places in enumerate(places, start):
+            total = min(self.batch_size, self.count - number * self.batch_size)
+            if len(own_places):
+                images, labels = next(fetched)
+            else:
+                images = torch.empty(0, *self.shape, dtype=torch.uint8, device=self.device)
+                labels = torch.empty(0, dtype=torch.long, device=self.device)
+            x, y = self.transform(images, labels, int(batch_seeds[number]), torch.from_numpy(own_places), total)
+            extra = len(x) - len(self.own(total))
+            yield x[extra:], y[extra:], total
 
 
 class MemoryLoader(Loader):
@@ -212,21 +241,20 @@ class MemoryLoader(Loader):
         sample_transform: SampleTransform | None = None,
         seed: int | None = None,
         device: torch.device,
+        share: tuple[int, int] = (0, 1),
     ):
-        super().__init__(len(held), held.images.shape[1:], batch_size, transform, seed, device)
+        super().__init__(len(held), held.images.shape[1:], batch_size, transform, seed, device, share)
         self.images, self.labels = held.images.to(device), held.labels.to(device)
         self.sample_transform = sample_transform
 
-    def fetch(self, order: np.ndarray, sample_seeds: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+    def fetch(self, chunks: list[Chunk]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield bytes and labels, gathered on the device."""
-        for first in range(0, len(order), self.batch_size):
-            index = torch.from_numpy(order[first : first + self.batch_size]).to(self.device, non_blocking=True)
+        for indices, sample_seeds in chunks:
+            index = torch.from_numpy(indices).to(self.device, non_blocking=True)
             images = self.images.index_select(0, index)  # in a fifth of the time of indexing, on a CPU
             if self.sample_transform is not None:
-                chunk = sample_seeds[first : first + self.batch_size]
-                images = torch.stack(
-                    [transform_sample(self.sample_transform, i, int(s)) for i, s in zip(images, chunk, strict=True)]
-                )
+                pairs = zip(images, sample_seeds.tolist(), strict=True)
+                images = torch.stack([transform_sample(self.sample_transform, i, s) for i, s in pairs])
             yield images, self.labels[index]
 
 
@@ -257,9 +285,11 @@ class StreamLoader(Loader):
         seed: int | None = None,
         workers: int = 0,
         device: torch.device,
+        share: tuple[int, int] = (0, 1),
     ):
-        super().__init__(len(source), (CHANNELS[form.mode], *form.image_size), batch_size, transform, seed, device)
-        self.order = _Order(batch_size)
+        shape = (CHANNELS[form.mode], *form.image_size)
+        super().__init__(len(source), shape, batch_size, transform, seed, device, share)
+        self.order = _Order()
         self.loader = DataLoader(
             _Samples(source, form, sample_transform, crops),  # its index has two parts
             batch_sampler=self.order,
@@ -272,9 +302,9 @@ class StreamLoader(Loader):
             generator=torch.Generator(),
         )
 
-    def fetch(self, order: np.ndarray, sample_seeds: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+    def fetch(self, chunks: list[Chunk]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield bytes and labels as the workers deliver them."""
-        self.order.entries = list(zip(order.tolist(), sample_seeds.tolist(), strict=True))
+        self.order.chunks = chunks
         for batch in self.loader:
             if isinstance(batch, str):
                 raise UnreadableImageError(
@@ -296,21 +326,13 @@ def make_loader(
     seed: int | None = None,
     workers: int = 0,
     device: torch.device,
+    share: tuple[int, int] = (0, 1),
 ) -> Loader:
     """The loader for images in memory or in files; arguments as `MemoryLoader` and `StreamLoader`."""
+    options: dict[str, Any] = {"sample_transform": sample_transform, "seed": seed, "device": device, "share": share}
     if isinstance(images, HeldImages):
-        return MemoryLoader(images, batch_size, transform, sample_transform=sample_transform, seed=seed, device=device)
-    return StreamLoader(
-        images,
-        form,
-        batch_size,
-        transform,
-        sample_transform=sample_transform,
-        crops=crops,
-        seed=seed,
-        workers=workers,
-        device=device,
-    )
+        return MemoryLoader(images, batch_size, transform, **options)
+    return StreamLoader(images, form, batch_size, transform, crops=crops, workers=workers, **options)
 
 
 def transform_sample(transform: SampleTransform, image: Tensor, seed: int) -> Tensor:
@@ -320,18 +342,17 @@ def transform_sample(transform: SampleTransform, image: Tensor, seed: int) -> Te
 
 
 class _Order:
-    """Hands out (index, seed) pairs in batches; the entries change from epoch to epoch, the workers stay."""
+    """Hands out (index, seed) pairs in batches; these change from epoch to epoch, the workers stay."""
 
-    def __init__(self, batch_size: int):
-        self.batch_size = batch_size
-        self.entries: list[tuple[int, int]] = []
+    def __init__(self) -> None:
+        self.chunks: list[Chunk] = []
 
     def __len__(self) -> int:
-        return -(-len(self.entries) // self.batch_size)
+        return len(self.chunks)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for first in range(0, len(self.entries), self.batch_size):
-            yield self.entries[first : first + self.batch_size]
+        for indices, sample_seeds in self.chunks:
+            yield list(zip(indices.tolist(), sample_seeds.tolist(), strict=True))
 
 
 class _Samples(Dataset):

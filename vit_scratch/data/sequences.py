@@ -15,7 +15,8 @@ SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 """The first ids of every vocabulary: padding, start and end."""
 
 Batch = tuple[tuple[Tensor, Tensor], Tensor, int]
-"""Source (B, S) and target up to its last token (B, N); target from its second token on (B, N); its tokens."""
+"""Source (B, S) and target up to its last token (B, N); target from its second token on (B, N); how many target tokens
+the batch has in all processes."""
 
 
 def pad(sequences: list[list[int]], device: torch.device | None = None) -> Tensor:
@@ -42,6 +43,7 @@ class SequenceLoader:
         batch_tokens: most tokens of a batch on the side that has more, padding included (a single pair may have more).
         seed: of the order; None for the same order each time.
         device: where the batches go.
+        share: this process's number and how many there are; each gets its part of each batch, which may be empty.
 
     Attributes:
         count: number of pairs.
@@ -55,9 +57,10 @@ class SequenceLoader:
         *,
         seed: int | None = None,
         device: torch.device,
+        share: tuple[int, int] = (0, 1),
     ):
         assert len(sources) == len(targets)
-        self.sources, self.targets, self.seed, self.device = sources, targets, seed, device
+        self.sources, self.targets, self.seed, self.device, self.share = sources, targets, seed, device, share
         self.count = len(sources)
         # Both sides have one token more than their symbols: a source its end, a target its start or its end.
         self.lengths = np.array([[len(t) + 1, len(s) + 1] for s, t in zip(sources, targets, strict=True)])
@@ -96,7 +99,10 @@ class SequenceLoader:
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on."""
+        process, processes = self.share
         for numbers in self.plan(epoch)[start:]:
-            source = pad([source_ids(self.sources[i]) for i in numbers], self.device)
-            target = pad([[BOS, *self.targets[i], EOS] for i in numbers], self.device)
+            own = slice(len(numbers) * process // processes, len(numbers) * (process + 1) // processes)
+            # Padded as the whole batch is: an empty part of it, too, is so long.
+            source = pad([source_ids(self.sources[i]) for i in numbers])[own].to(self.device)
+            target = pad([[BOS, *self.targets[i], EOS] for i in numbers])[own].to(self.device)
             yield (source, target[:, :-1]), target[:, 1:], int(self.lengths[numbers, 0].sum())

@@ -6,7 +6,7 @@ Shapes: B batch.
 import csv
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,17 +82,27 @@ class ClassificationResult:
             writer.writerows(["" if v is None else v for v in row] for row in rows)
 
 
+def alone(value: Any) -> list[Any]:
+    """What the only process has."""
+    return [value]
+
+
 @torch.inference_mode()
 def evaluate_classifier(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor, int]], num_classes: int, expected: int
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor, int]],
+    num_classes: int,
+    expected: int,
+    gather: Callable[[Any], list[Any]] = alone,
 ) -> ClassificationResult:
     """Evaluate a classifier on all batches; integers are summed and divided once, at the end.
 
     Args:
         model: images (B, ...) to logits (B, classes). Left in the mode (train or eval) it came in.
-        batches: images, labels (B,) and B.
+        batches: images, labels (B,) and what is not looked at; of several processes each has its part of each batch.
         num_classes: number of classes.
-        expected: number of images there must be.
+        expected: number of images there must be, in all processes together.
+        gather: from a value of this process to the values of all that evaluate together.
 
     Raises:
         ValueError: there are no images.
@@ -110,13 +120,19 @@ def evaluate_classifier(
         if num_classes > 5:
             top5.append((logits.topk(5, dim=1).indices == target[:, None]).sum())
     model.train(was_training)
-    true, predicted = torch.cat(labels).cpu().numpy(), torch.cat(predictions).cpu().numpy()
+    here = [joined(labels), joined(predictions), joined(losses), joined(top5)]
+    true, predicted, loss, top = (np.concatenate(parts) for parts in zip(*gather(here), strict=True))
     assert len(true) == expected, f"{len(true)} images evaluated, {expected} expected"
     confusion = confusion_matrix(true, predicted, labels=np.arange(num_classes))
     return ClassificationResult(
         count=expected,
         correct=int((true == predicted).sum()),
-        correct_top5=int(torch.stack(top5).sum()) if top5 else None,
-        loss_sum=float(torch.stack(losses).sum()),
+        correct_top5=int(top.sum()) if num_classes > 5 else None,
+        loss_sum=float(loss.sum()),
         confusion=confusion,
     )
+
+
+def joined(values: list[Tensor]) -> np.ndarray:
+    """Vectors or numbers one behind the other, read from the device in one go; there may be none."""
+    return torch.cat([v.reshape(-1) for v in values]).cpu().numpy() if values else np.zeros(0, np.int64)

@@ -5,7 +5,7 @@ Shapes: B batch, N target tokens, V vocabulary.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,19 @@ class TokenResult:
 
 @torch.inference_mode()
 def evaluate_tokens(
-    model: nn.Module, batches: Iterable[tuple[tuple[Tensor, Tensor], Tensor, int]], pad_id: int
+    model: nn.Module,
+    batches: Iterable[tuple[tuple[Tensor, Tensor], Tensor, int]],
+    pad_id: int,
+    total: Callable[[Tensor], Tensor] = torch.clone,
 ) -> TokenResult:
     """Evaluate the prediction of each next token; integers are summed and divided once, at the end.
 
     Args:
         model: source and target ids to logits (B, N, V). Left in the mode (train or eval) it came in.
-        batches: inputs, next tokens (B, N) and their number.
+        batches: inputs, next tokens (B, N) and their number; of several processes each has its part of each batch, and
+            the number is that of all.
         pad_id: what does not count among the next tokens.
+        total: from a tensor of this process to the sum over all that evaluate together.
 
     Raises:
         ValueError: there are no tokens.
@@ -69,7 +74,8 @@ def evaluate_tokens(
     model.train(was_training)
     if count == 0:
         raise ValueError("there are no sequences to evaluate on")
-    return TokenResult(count, int(torch.stack(correct).sum()), float(torch.stack(losses).double().sum()))
+    right, loss = total(torch.stack(correct).sum()), total(torch.stack(losses).double().sum())
+    return TokenResult(count, int(right), float(loss))
 
 
 def exact_matches(hypotheses: list[list[int]], references: list[list[int]]) -> int:

@@ -34,7 +34,8 @@ from vit_scratch.evaluation.plots import plot_confusion
 from vit_scratch.evaluation.probes import NEIGHBOURS, collect, linear_probe, nearest_neighbours
 from vit_scratch.tasks.classifier import IMAGENET, Classifier, is_run, load_classifier, read_classifier
 from vit_scratch.tasks.run import open_run, refuse_overrides, train_model, weights_file, write_json
-from vit_scratch.training.device import pick_device, pick_precision, use_deterministic_algorithms
+from vit_scratch.training import distributed
+from vit_scratch.training.device import pick_precision, use_deterministic_algorithms
 from vit_scratch.vision.patch_embedding import as_pair
 from vit_scratch.vision.vit import VisionTransformer, create_vit, vit_arguments
 
@@ -73,20 +74,21 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
         ValueError: a configuration that can't work, or data that are not there; before any work is done.
         OSError, NonFiniteError: what can go wrong later, as `train_model`.
     """
-    device = pick_device(config.device)
+    device = distributed.join(config.device)
     precision = pick_precision(config.train.precision, device)
     config, form, initial = resolve(config)
     states = open_run(config, out, resume)
     if config.train.deterministic:
         use_deterministic_algorithms()
 
-    dataset = load(
-        config.data.kind,
-        config.data.root,
-        image_size=form.image_size,
-        fake_images=config.data.fake_images,
-        allow_missing_classes=config.data.allow_missing_classes,
-    )
+    with distributed.first_here_first():
+        dataset = load(
+            config.data.kind,
+            config.data.root,
+            image_size=form.image_size,
+            fake_images=config.data.fake_images,
+            allow_missing_classes=config.data.allow_missing_classes,
+        )
     data = prepare(config, dataset, form, device, initial)
     states.identity = data.identity()
     torch.manual_seed(config.seed)
@@ -101,7 +103,9 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
 
     def validate(network: nn.Module) -> dict[str, float]:
         assert data.val is not None
-        result = evaluate_classifier(network, data.val.batches(), len(dataset.classes), data.val.count)
+        result = evaluate_classifier(
+            network, data.val.batches(), len(dataset.classes), data.val.count, distributed.gather
+        )
         return {"loss": result.loss, "accuracy": result.accuracy}
 
     stopped, summary = train_model(
@@ -150,7 +154,8 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
             summary[key] = report(
                 str(path), trained, described["classes"], data.test, "test", out / folder, device, label
             )
-    write_json(out / "summary.json", summary)
+    if distributed.is_first():
+        write_json(out / "summary.json", summary)
     return None
 
 
@@ -330,6 +335,7 @@ def prepare(
         seed=config.seed,
         workers=config.data.workers,
         device=device,
+        share=distributed.process(),
     )
     loaders: dict[str, Loader | None] = {}
     for part, source in (("val", dataset.val), ("test", dataset.test)):
@@ -344,6 +350,7 @@ def prepare(
                 BatchTransform(mean, std),
                 workers=config.data.workers,
                 device=device,
+                share=distributed.process(),
             )
         loaders[part] = loader
     return Data(train_loader, loaders["val"], loaders["test"], mean, std, [*dataset.notes, *notes])
@@ -393,8 +400,10 @@ def report(
     Returns:
         All results as plain values.
     """
-    result = evaluate_classifier(model.to(device), loader.batches(), len(classes), loader.count)
+    result = evaluate_classifier(model.to(device), loader.batches(), len(classes), loader.count, distributed.gather)
     values = {"checkpoint": name, "split": split} | result.to_dict(classes)
+    if not distributed.is_first():
+        return values
     result.write(folder, classes)
     sentence = f"{label or split} accuracy {100 * result.accuracy:.2f} % ({result.correct}/{result.count})"
     plot_confusion(result.confusion, classes, sentence, folder / "confusion_matrix.png")
@@ -420,23 +429,26 @@ def evaluate(config: EvaluateConfig, source: str) -> None:
         ValueError: a model or data that are not there or don't fit; before any work is done.
     """
     refuse_overrides(config, {"data.test", "data.skip_empty", "decode.beams", "decode.length_penalty"}, "images")
-    device = pick_device(config.device)
+    device = distributed.join(config.device)
     classifier = read_classifier(source)[1]
+    if config.probe and distributed.process()[1] > 1:
+        raise ValueError("probe=true works in one process; start it without torchrun")
     if not classifier.classes and not config.probe:
         raise ValueError(
             f"the model in {source} has no classifier, so there is no accuracy to measure; --probe true fits one"
         )
     changed = {k: v for k, v in asdict(config.data).items() if v is not None}
     data = replace(classifier.data, **changed)
-    dataset = load(
-        data.kind,
-        data.root,
-        image_size=classifier.form.image_size,
-        fake_images=data.fake_images,
-        classes=None if config.probe else classifier.classes,
-        parts=("train", config.split) if config.probe or config.split == "val" else ("test",),
-        allow_missing_classes=data.allow_missing_classes,
-    )
+    with distributed.first_here_first():
+        dataset = load(
+            data.kind,
+            data.root,
+            image_size=classifier.form.image_size,
+            fake_images=data.fake_images,
+            classes=None if config.probe else classifier.classes,
+            parts=("train", config.split) if config.probe or config.split == "val" else ("test",),
+            allow_missing_classes=data.allow_missing_classes,
+        )
     if config.split == "val":
         dataset.hold_out(data.hold_out, data.split_seed)
     for note in [*[f"data.{k} is {v}, other than in training" for k, v in changed.items()], *dataset.notes]:
@@ -469,7 +481,7 @@ def evaluate(config: EvaluateConfig, source: str) -> None:
             folder,
             device,
         )
-    if config.json:
+    if config.json and distributed.is_first():
         write_json(Path(config.json), values)
 
 
@@ -488,7 +500,15 @@ def evaluation_loader(
     for note in notes:
         print(f"note: {note}")
     transform = BatchTransform(classifier.mean, classifier.std)
-    return make_loader(opened, classifier.form, config.batch_size, transform, workers=data.workers, device=device)
+    return make_loader(
+        opened,
+        classifier.form,
+        config.batch_size,
+        transform,
+        workers=data.workers,
+        device=device,
+        share=distributed.process(),
+    )
 
 
 def report_probes(model: VisionTransformer, train: Loader, test: Loader, split: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from vit_scratch.config import EvaluateConfig, TrainConfig, differences, read_config, to_dict, to_yaml
 from vit_scratch.evaluation.plots import plot_curves
+from vit_scratch.training import distributed
 from vit_scratch.training.checkpoint import (
     TrainingStates,
     load_weights,
@@ -99,6 +100,8 @@ def train_model(
         OSError, NonFiniteError: what can go wrong later, as `fit`.
     """
     state, faults = states.load() if resume else (None, [])
+    distributed.wait()  # until all have looked into the folder; from now on the first process writes
+    distributed.seed_apart(config.seed)
     train = config.train
     updates_per_epoch = math.ceil(len(loader) / train.accumulate)
     operations = ComputeCounter(model, loss)
@@ -115,23 +118,33 @@ def train_model(
         layer_decay=layer_decay,
     )
     done = state["progress"]["update"] if state else 0
-    log = RunLog(out, epochs=epochs, updates=updates, items=items, start=done, tensorboard=train.tensorboard)
-
-    with replacing(out / "config.yaml") as path:
-        path.write_text(to_yaml(config))
+    writes = distributed.is_first()
+    log = RunLog(
+        out,
+        epochs=epochs,
+        updates=updates,
+        items=items,
+        start=done,
+        tensorboard=train.tensorboard,
+        quiet=not writes,
+    )
+    if writes:
+        with replacing(out / "config.yaml") as path:
+            path.write_text(to_yaml(config))
     log.say(to_yaml(config))
     parameters = sum(p.numel() for p in model.parameters())
     for line in [*[f"note: {fault}" for fault in faults], *about]:
         log.say(line)
     log.say(
         f"{parameters:,} parameters; {epochs} epochs, {updates} updates{f', {done} done' if done else ''}; "
-        f"{device_name(device)}, {str(precision).removeprefix('torch.')}"
+        f"{device_name(device)}, {str(precision).removeprefix('torch.')}{in_processes()}"
     )
     used = versions()  # now: what is installed or committed while this runs has no part in it
     described = description | {"config": to_dict(config), "versions": used}
 
     def save(name: str, network: nn.Module, row: Row) -> None:
-        save_weights(out / f"{name}.safetensors", network.state_dict(), described | {"metrics": row})
+        if writes:
+            save_weights(out / f"{name}.safetensors", network.state_dict(), described | {"metrics": row})
 
     if train.compile:
         model.compile()
@@ -172,16 +185,23 @@ def train_model(
         "command": sys.argv,
         "seed": config.seed,
         "parameters": parameters,
-        "device": device_name(device),
+        "device": device_name(device) + in_processes(),
         "versions": used,
         "training_seconds": sum(r["seconds"] for r in log.rows),
         "pflop": log.rows[-1]["pflop"] if log.rows else 0.0,
         "last": log.rows[-1] if log.rows else None,
     }
-    if stopped is None:
+    distributed.wait()  # until everything is written
+    if stopped is None and writes:
         plot_curves(log.rows, out / "curves.png")
         print(f"curves: {out / 'curves.png'}")
     return stopped, summary
+
+
+def in_processes() -> str:
+    """How many processes train together, where there are several."""
+    processes = distributed.process()[1]
+    return f", {processes} processes" if processes > 1 else ""
 
 
 def plan_updates(train: TrainConfig, updates_per_epoch: int, pflop_per_epoch: float) -> int:

@@ -41,6 +41,7 @@ from vit_scratch.tasks.run import (
     weights_file,
     write_json,
 )
+from vit_scratch.training import distributed
 from vit_scratch.training.checkpoint import replacing
 from vit_scratch.training.device import pick_device, pick_precision, use_deterministic_algorithms
 from vit_scratch.transformer.decoder import Decoder
@@ -86,7 +87,8 @@ class Part:
 
     def loader(self, batch_tokens: int, device: torch.device, seed: int | None = None) -> SequenceLoader:
         """Its pairs in batches; arguments as `SequenceLoader`."""
-        return SequenceLoader(self.sources, self.targets, batch_tokens, seed=seed, device=device)
+        share = distributed.process()
+        return SequenceLoader(self.sources, self.targets, batch_tokens, seed=seed, device=device, share=share)
 
 
 @dataclass
@@ -257,6 +259,18 @@ def generate(
     return found
 
 
+def generate_together(
+    model: Transformer, sources: list[list[int]], decode: DecodeConfig, max_length: int, batch_size: int
+) -> list[list[int]]:
+    """As `generate`, where each process does a part of the work and gets all of the result."""
+    number, processes = distributed.process()
+    found: list[list[int]] = [[] for _ in sources]
+    parts = distributed.gather(generate(model, sources[number::processes], decode, max_length, batch_size))
+    for number, part in enumerate(parts):
+        found[number::processes] = part
+    return found
+
+
 def scores(part: Part, hypotheses: list[list[int]], tokenizer: Any) -> tuple[dict[str, Any], list[str]]:
     """How good generated targets are: exact matches, or for text BLEU and chrF; and the targets as lines."""
     if part.texts is None:
@@ -284,7 +298,7 @@ def train(config: SequenceConfig, out: Path, *, resume: bool = False) -> int | N
         ValueError: a configuration that can't work, or data that are not there; before any work is done.
         OSError, NonFiniteError: what can go wrong later, as `train_model`.
     """
-    device = pick_device(config.device)
+    device = distributed.join(config.device)
     precision = pick_precision(config.train.precision, device)
     with torch.device("meta"):  # refuses a wrong model in no time, before data are read
         create_transformer(**model_arguments(config.model, len(SPECIAL_TOKENS) + 1, config.data.max_length))
@@ -305,8 +319,8 @@ def train(config: SequenceConfig, out: Path, *, resume: bool = False) -> int | N
 
     def validate(network: nn.Module) -> dict[str, float]:
         assert isinstance(network, Transformer)
-        tokens = evaluate_tokens(network, val_loader.batches(), PAD)
-        hypotheses = generate(
+        tokens = evaluate_tokens(network, val_loader.batches(), PAD, distributed.total)
+        hypotheses = generate_together(
             network, held_out.sources, DecodeConfig(beams=1), config.data.max_length, GENERATION_BATCH
         )
         value = scores(held_out, hypotheses, data.tokenizer)[0][metric]
@@ -349,7 +363,8 @@ def train(config: SequenceConfig, out: Path, *, resume: bool = False) -> int | N
         print(f"{path}:")
         written, _, _ = load_transformer(path)
         summary[key] = report(path, written, data.tokenizer, config, parts, out / folder, device, GENERATION_BATCH)
-    write_json(out / "summary.json", summary)
+    if distributed.is_first():
+        write_json(out / "summary.json", summary)
     return None
 
 
@@ -412,8 +427,9 @@ def report(
     values: dict[str, Any] = {"checkpoint": str(path), "decode": asdict(config.decode), "parts": {}}
     outputs, sentences = {}, []
     for name, part in parts.items():
-        tokens = evaluate_tokens(model, part.loader(config.train.batch_tokens, device).batches(), PAD)
-        hypotheses = generate(model, part.sources, config.decode, config.data.max_length, batch_size)
+        batches = part.loader(config.train.batch_tokens, device).batches()
+        tokens = evaluate_tokens(model, batches, PAD, distributed.total)
+        hypotheses = generate_together(model, part.sources, config.decode, config.data.max_length, batch_size)
         result, lines = scores(part, hypotheses, tokenizer)
         flat = name.replace("/", "_")  # a test file may stand in a folder
         outputs[f"{flat}.{config.data.target}" if part.texts else f"{flat}.txt"] = lines
@@ -434,7 +450,8 @@ def report(
         else:
             share, correct = 100 * result["exact_match"], result["correct"]
             sentences.append(f"{name} exact match {share:.2f} % ({correct}/{len(part.sources)})")
-    write_results(folder, values, outputs)
+    if distributed.is_first():
+        write_results(folder, values, outputs)
     print(f"results and generated targets ({decode}): {folder}")
     for sentence in sentences:
         print(sentence)
@@ -458,7 +475,7 @@ def evaluate(config: EvaluateConfig, source: str) -> None:
     """
     images_only = {"data.kind", "data.skip_broken", "data.allow_missing_classes", "data.workers"}
     refuse_overrides(config, images_only, "sequences")
-    device, path = pick_device(config.device), weights_file(Path(source))
+    device, path = distributed.join(config.device), weights_file(Path(source))
     model, description, stored = load_transformer(path)
     tokenizer = stored_tokenizer(description)
     changed = {k: v for k, v in asdict(config.data).items() if v is not None}
@@ -479,7 +496,7 @@ def evaluate(config: EvaluateConfig, source: str) -> None:
     name += [f"{k}-{v}" for k, v in asdict(config.decode).items() if v is not None]
     folder = Path(config.out) if config.out else path.parent / "_".join(name)
     values = report(path, model, tokenizer, used, data.parts, folder, device, config.batch_size)
-    if config.json:
+    if config.json and distributed.is_first():
         write_json(Path(config.json), values)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 FORMAT = 1
 """Version of what the description of weights holds."""
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 """Version of what a training state holds."""
 KEY = "vit_scratch"
 """Where our description stands in the header of a safetensors file."""

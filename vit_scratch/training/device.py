@@ -16,12 +16,16 @@ def pick_device(name: str) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun's number of the process on this machine
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
         torch.empty(1, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"device={name!r} can't be used here ({reason}); use auto or cpu") from error
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     keep_freed_memory(device)
     return device
 

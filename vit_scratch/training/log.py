@@ -25,6 +25,7 @@ class RunLog:
         items: what is counted in items per second, such as "images".
         start: updates done already; rows of later ones, from before an interruption, are dropped.
         tensorboard: also write TensorBoard files into `folder`/tensorboard.
+        quiet: write and show nothing, where another process does.
 
     Attributes:
         rows: one row of metrics for each epoch so far.
@@ -34,12 +35,20 @@ class RunLog:
     """
 
     def __init__(
-        self, folder: Path, *, epochs: int, updates: int, items: str, start: int = 0, tensorboard: bool = False
+        self,
+        folder: Path,
+        *,
+        epochs: int,
+        updates: int,
+        items: str,
+        start: int = 0,
+        tensorboard: bool = False,
+        quiet: bool = False,
     ):
-        self.folder, self.epochs, self.updates, self.items = folder, epochs, updates, items
+        self.folder, self.epochs, self.updates, self.items, self.quiet = folder, epochs, updates, items, quiet
         self.rows: list[Row] = [r for r in read_rows(folder) if r["update"] <= start]
         self.writer: Any = None
-        if tensorboard:
+        if tensorboard and not quiet:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
@@ -47,9 +56,8 @@ class RunLog:
                     "train.tensorboard=true needs a package that is missing; pip install 'vit-scratch[tensorboard]'"
                 ) from error
             self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
-        self.bar = tqdm(
-            total=updates, initial=start, unit="update", dynamic_ncols=True, disable=not sys.stderr.isatty()
-        )
+        hidden = quiet or not sys.stderr.isatty()
+        self.bar = tqdm(total=updates, initial=start, unit="update", dynamic_ncols=True, disable=hidden)
         self.spoke = time.monotonic()
 
     def progress(self, update: int, epoch: int, lr: float, metrics: Row) -> None:
@@ -68,6 +76,8 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print a line, above the bar where there is one."""
+        if self.quiet:
+            return
         if self.bar.disable:
             print(text, flush=True)
         else:
@@ -78,6 +88,8 @@ class RunLog:
         """Print the metrics of an epoch and add them to the files."""
         # A run that died after this epoch's row was written, and before its state was, writes it again.
         self.rows = [*(r for r in self.rows if r["update"] < row["update"]), row]
+        if self.quiet:
+            return
         with replacing(self.folder / "metrics.jsonl") as path:
             # JSON knows no NaN.
             clean = [{k: v if v is not None and math.isfinite(v) else None for k, v in r.items()} for r in self.rows]

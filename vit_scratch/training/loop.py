@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from vit_scratch.training import distributed
 from vit_scratch.training.checkpoint import TrainingStates
 from vit_scratch.training.compute import PETA
 from vit_scratch.training.ema import ExponentialMovingAverage
@@ -18,7 +19,8 @@ from vit_scratch.training.interrupt import Interrupt
 from vit_scratch.training.log import Row, RunLog
 
 Loss = Callable[[nn.Module, Any, Any], tuple[Tensor, Tensor]]
-"""(model, inputs, targets) -> sum of the loss over the batch's items, and how many of them are predicted right."""
+"""(model, inputs, targets) -> sum of the loss over the batch's items, and how many of them are predicted right. Of a
+batch that is divided among several processes it gets this one's part, which may be empty."""
 
 Validate = Callable[[nn.Module], dict[str, float]]
 """model -> its metrics on held-out data, the higher the better but for the loss."""
@@ -37,7 +39,10 @@ class Batches(Protocol):
         """Batches in an epoch."""
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Any, Any, int]]:
-        """Inputs, targets and number of items of each batch of an epoch, from batch number `start` on."""
+        """Inputs, targets and number of items of each batch of an epoch, from batch number `start` on.
+
+        Where several processes train together, inputs and targets are this one's part; the number is that of all.
+        """
 
     def shapes(self) -> Iterator[tuple[Any, Any, int]]:
         """What batches an epoch consists of: inputs and targets without data, on the meta device, and how many."""
@@ -118,16 +123,18 @@ def fit(
     """
     scaler = torch.amp.GradScaler(device.type, enabled=precision is torch.float16)
     progress = Progress() if state is None else restore(state, model, optimizers, scaler, ema, device)
-    pending: list[tuple[Tensor, Tensor, Tensor, int]] = []  # loss, correct, gradient norm and count of recent updates
+    # Loss, correct, gradient norm, count and operations of recent updates, here; the last two are plain numbers.
+    pending: list[tuple[Tensor, Tensor, Tensor, int, int]] = []
     parameters = [p for p in model.parameters() if p.requires_grad]
+    network = distributed.replicate(model, device)
+    processes = distributed.process()[1]
 
     def settle() -> None:
         """Read the recent updates' losses from the device, in one go: each reading makes the device wait."""
         if not pending:
             return
-        losses, corrects, norms = (
-            torch.stack(column).tolist() for column in zip(*(p[:3] for p in pending), strict=True)
-        )
+        columns = [torch.stack(column) for column in zip(*(p[:3] for p in pending), strict=True)]
+        losses, corrects, norms = (column.tolist() for column in (*map(distributed.total, columns[:2]), columns[2]))
         counts = [p[3] for p in pending]
         for back, (value, norm, count) in enumerate(zip(losses, norms, counts, strict=True)):
             if not math.isfinite(value) or not (math.isfinite(norm) or scaler.is_enabled()):
@@ -141,11 +148,14 @@ def fit(
             progress.loss += value  # one by one: the sum must not depend on where a run was interrupted
             progress.correct += int(corrects[back])
             progress.count += count
+        progress.operations += int(distributed.total(torch.tensor(sum(p[4] for p in pending))))
         pending.clear()
 
     def save() -> None:
         settle()
-        states.save(progress.update, capture(progress, model, optimizers, scaler, ema, device))
+        state = capture(progress, model, optimizers, scaler, ema, device)
+        if distributed.is_first():
+            states.save(progress.update, state)
 
     with Interrupt() as interrupt:
         while progress.update < updates or progress.batch:  # the last epoch may lack nothing but its end
@@ -158,14 +168,16 @@ def fit(
                 for group in (g for optimizer in optimizers for g in optimizer.param_groups):
                     group["lr"] = rate * group.get("lr_ratio", 1.0)
                 items = sum(count for _, _, count in window)
-                parts = []
-                for inputs, targets, _ in window:
+                parts, computed = [], 0
+                for number, (inputs, targets, _) in enumerate(window, 1):
                     if adapt is not None:
                         inputs = adapt(inputs, progress.update / updates)
-                    with torch.autocast(device.type, precision, enabled=precision is not torch.float32):
-                        value, correct = loss(model, inputs, targets)
-                    scaler.scale(value / items).backward()
-                    progress.operations += operations(inputs, targets)
+                    with distributed.add_gradients(network, number == len(window)):
+                        with torch.autocast(device.type, precision, enabled=precision is not torch.float32):
+                            value, correct = loss(network, inputs, targets)
+                        # Over several processes gradients are averaged; this makes it their sum over all items.
+                        scaler.scale(value / (items / processes)).backward()
+                    computed += operations(inputs, targets)
                     parts.append((value.detach(), correct))
                 for optimizer in optimizers:
                     scaler.unscale_(optimizer)
@@ -177,7 +189,7 @@ def fit(
                 if ema is not None:
                     ema.update(model)
                 value, correct = (reduce(torch.add, column) for column in zip(*parts, strict=True))
-                pending.append((value, correct, norm.detach(), items))
+                pending.append((value, correct, norm.detach(), items, computed))
                 progress.update += 1
                 progress.batch += len(window)
                 progress.seconds = before + time.perf_counter() - began
@@ -187,9 +199,9 @@ def fit(
                     log.progress(progress.update, progress.epoch + 1, rate, train_metrics(progress, train_name))
                 if checkpoint_every and progress.update % checkpoint_every == 0:
                     save()
-                if interrupt.signal is not None:
+                if stop := distributed.highest(interrupt.signal or 0):
                     save()
-                    return interrupt.signal
+                    return stop
 
             settle()
             row: Row = {"epoch": progress.epoch + 1, "update": progress.update, "lr": rate}
@@ -241,9 +253,13 @@ def capture(
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "scaler": scaler.state_dict(),
         "ema": None if ema is None else ema.state_dict(),
-        "random_cpu": torch.get_rng_state(),
-        "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "random_mps": torch.mps.get_rng_state() if device.type == "mps" else None,
+        "random": distributed.gather(
+            {
+                "cpu": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+                "mps": torch.mps.get_rng_state() if device.type == "mps" else None,
+            }
+        ),
     }
 
 
@@ -263,9 +279,12 @@ def restore(
         scaler.load_state_dict(state["scaler"])
     if ema is not None:
         ema.load_state_dict(state["ema"])
-    torch.set_rng_state(state["random_cpu"])
-    if device.type == "cuda" and state["random_cuda"] is not None:
-        torch.cuda.set_rng_state(state["random_cuda"], device)
-    if device.type == "mps" and state["random_mps"] is not None:
-        torch.mps.set_rng_state(state["random_mps"])
+    number = distributed.process()[0]
+    if number < len(state["random"]):  # a process that was not there before keeps its first state
+        random = state["random"][number]
+        torch.set_rng_state(random["cpu"])
+        if device.type == "cuda" and random["cuda"] is not None:
+            torch.cuda.set_rng_state(random["cuda"], device)
+        if device.type == "mps" and random["mps"] is not None:
+            torch.mps.set_rng_state(random["mps"])
     return Progress(**state["progress"])

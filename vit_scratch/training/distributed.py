@@ -1,0 +1,143 @@
+"""Several processes that train one model together, started by torchrun: one for each device, on one machine or many.
+
+Each holds the whole model and works on its part of each batch; gradients, losses and counts are added up. All functions
+work where there is only one process, and then do nothing.
+Shapes: B batch, C channels.
+"""
+
+import atexit
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+
+from vit_scratch.training.device import pick_device
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a process waits for the others before it gives up."""
+
+
+def join(device_name: str) -> torch.device:
+    """Join the other processes that torchrun has started, if it has, and pick this one's device, as `pick_device`."""
+    device = pick_device(device_name)
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+        atexit.register(leave)
+    return device
+
+
+def leave() -> None:
+    """Leave the other processes."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def process() -> tuple[int, int]:
+    """The number of this process, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes files."""
+    return process()[0] == 0
+
+
+def wait() -> None:
+    """Wait until all processes are here."""
+    if process()[1] > 1:
+        dist.barrier()
+
+
+@contextmanager
+def first_here_first() -> Iterator[None]:
+    """Let one process of each machine go through the block before the others, such as to download what all need."""
+    others = int(os.environ.get("LOCAL_RANK", 0)) > 0
+    if others:
+        wait()
+    yield
+    if not others:
+        wait()
+
+
+def seed_apart(seed: int) -> None:
+    """Let all processes but the first, which is left alone, draw other random numbers, such as for dropout."""
+    if not is_first():
+        torch.manual_seed(int(np.random.SeedSequence([seed, process()[0]]).generate_state(1, np.uint64)[0] >> 1))
+
+
+def total(values: Tensor) -> Tensor:
+    """The sum of tensors of equal shape over all processes."""
+    if process()[1] > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def highest(value: int) -> int:
+    """The highest of the numbers of all processes."""
+    if process()[1] == 1:
+        return value
+    shared = torch.tensor(value)  # on the CPU, so that no device is waited for
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return int(shared)
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all processes in their order, which are plain values or tensors on the CPU."""
+    values = [value] * process()[1]
+    if process()[1] > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def replicate(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model as it is called in training, where its gradients become the mean of those of all processes.
+
+    Weights and buffers become those of the first process; batch norms use the statistics of the whole batch.
+    """
+    if process()[1] == 1:
+        return model
+    for module in model.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = WholeBatchNorm2d
+    # Kernels of convolutions have gradients with other strides. Other strides for the kernels would be those of their
+    # optimizer's state, too, which fused optimizers take for those of kernels that are read back with the usual ones.
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+    devices = [device.index] if device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, devices, forward_sync_buffers=False, gradient_as_bucket_view=True)
+
+
+def add_gradients(network: nn.Module, now: bool) -> AbstractContextManager:
+    """Around a backward pass: add up gradients over all processes now, or with those of a later pass."""
+    return nullcontext() if now or process()[1] == 1 else network.no_sync()  # type: ignore[operator]
+
+
+class WholeBatchNorm2d(nn.BatchNorm2d):
+    """A batch norm over the parts of a batch that all processes have; torch's SyncBatchNorm does not take a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, height, width) -> (B, C, height, width); B may be 0 in some of the processes."""
+        if not self.training:
+            return super().forward(x)
+        values = x.to(torch.promote_types(x.dtype, torch.float32))
+        sums = all_reduce(
+            torch.cat([values.sum((0, 2, 3)), values.new_tensor([x.numel() / x.shape[1]])]), "sum", dist.group.WORLD
+        )
+        mean, count = sums[:-1] / sums[-1], sums[-1].detach()
+        centred = values - mean[:, None, None]
+        variance = all_reduce(centred.square().sum((0, 2, 3)), "sum", dist.group.WORLD) / count
+        with torch.no_grad():
+            tracked: Any = self  # torch lets these be None for other settings than the ones that we use
+            tracked.num_batches_tracked += 1
+            tracked.running_mean.lerp_(mean, tracked.momentum)
+            tracked.running_var.lerp_(variance * count / (count - 1).clamp(min=1), tracked.momentum)
+        factor = self.weight * (variance + self.eps).rsqrt()
+        return (centred * factor[:, None, None] + self.bias[:, None, None]).to(x.dtype)
