@@ -81,6 +81,12 @@ def total(values: Tensor) -> Tensor:
     return values
 
 
+def differentiable_total(values: Tensor) -> Tensor:
+    """As `total`, with a gradient: that of the sum of what all processes make of the result."""
+    assert dist.group.WORLD is not None
+    return all_reduce(values, "sum", dist.group.WORLD)
+
+
 def highest(value: int) -> int:
     """The highest of the numbers of all processes."""
     if process()[1] == 1:
@@ -133,7 +139,7 @@ class WholeBatchNorm2d(nn.BatchNorm2d):
         )
         mean, count = sums[:-1] / sums[-1], sums[-1].detach()
         centred = values - mean[:, None, None]
-        variance = all_reduce(centred.square().sum((0, 2, 3)), "sum", dist.group.WORLD) / count
+        variance = differentiable_total(centred.square().sum((0, 2, 3))) / count
         with torch.no_grad():
             tracked: Any = self  # torch lets these be None for other settings than the ones that we use
             tracked.num_batches_tracked += 1
