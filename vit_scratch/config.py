@@ -212,13 +212,26 @@ class ImageTrainConfig(TrainConfig):
     """Optimisation, and what is written on the way."""
 
     batch_size: int = 128
-    """Images per forward pass."""
+    """Images per forward pass, of all processes together."""
     layer_decay: float = 1.0
     """Factor on the learning rate from each layer to the one before it, for fine-tuning; 1 for equal rates."""
+    sharded: bool = False
+    """Divide weights, gradients and optimizer state among the processes that torchrun starts, for large models."""
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
         super().__post_init__()
+        if self.sharded:
+            other = {
+                "train.optimizer": (self.optimizer, "adamw"),
+                "train.ema_decay": (self.ema_decay, 0.0),
+                "train.compile": (self.compile, False),
+            }
+            for name, (value, needed) in other.items():
+                if value != needed:
+                    raise ValueError(f"{name}={value} can't be combined with train.sharded=true; set it to {needed}")
+            if self.precision == "fp16":
+                raise ValueError("train.precision=fp16 can't be combined with train.sharded=true; use bf16 or fp32")
         check_at_least({"train.batch_size": (self.batch_size, 1)})
         if not 0 < self.layer_decay <= 1:
             raise ValueError(f"train.layer_decay={self.layer_decay} is out of range; it must be above 0 and at most 1")

@@ -175,10 +175,12 @@ def accuracy(model):
     return {"accuracy": sum(p.double().sum().item() for p in model.parameters())}
 
 
-def training(folder, muon_lr=None, epochs=2, state=None):
+def training(folder, muon_lr=None, epochs=2, state=None, sharded=False):
     """Train for some epochs; returns the weights, the averaged ones and the rows of the log."""
     model = network()
-    ema = ExponentialMovingAverage(model, 0.5)
+    if sharded and distributed.process()[1] > 1:
+        distributed.shard(model, CPU)
+    ema = None if sharded else ExponentialMovingAverage(model, 0.5)
     states = TrainingStates(folder / "states")
     state = states.load()[0] if state else None
     done = state["progress"]["update"] if state else 0
@@ -188,7 +190,7 @@ def training(folder, muon_lr=None, epochs=2, state=None):
         model,
         Images(),
         cross_entropy,
-        accuracy,
+        None if sharded else accuracy,
         optimizers,
         lambda update: 1e-2 if update > 1 else 1e-3,
         updates=2 * epochs,
@@ -208,7 +210,8 @@ def training(folder, muon_lr=None, epochs=2, state=None):
     )
     assert stopped is None
     rows = [{k: v for k, v in row.items() if k not in ("seconds", "items_per_second")} for row in log.rows]
-    return {"weights": model.state_dict(), "ema": ema.model.state_dict(), "rows": rows}
+    averaged = {} if ema is None else ema.model.state_dict()
+    return {"weights": distributed.weights_of(model), "ema": averaged, "rows": rows}
 
 
 def assert_close(result, expected, tolerance):
@@ -243,6 +246,30 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, before, after)
             result = together(processes, part, training, part, None, epochs, state)[0]
             (part / "meeting").unlink(missing_ok=True)
     assert_close(result, expected, 1e-9)
+
+
+def test_a_sharded_model_trains_as_a_whole_one_and_goes_on_with_another_number_of_processes(tmp_path):
+    expected = training(tmp_path / "whole", sharded=True)
+    part = tmp_path / "part"
+    together(3, part, training, part, None, 1, False, True)
+    (part / "meeting").unlink(missing_ok=True)
+    files = sorted(part.glob("states/update_00000002/*.safetensors"))
+    held = [sum(t.numel() for t in load_file(file).values()) for file in files]
+    weights = sum(p.numel() for p in network().parameters())
+    assert len(files) == 3
+    assert 3 * weights <= sum(held) <= 3.2 * weights  # weights, two moments, and statistics of batch norms
+    assert max(held) < 0.5 * sum(held)
+    results = together(2, part, training, part, None, 2, True, True)
+    assert_close(results[0], expected, 1e-9)
+    assert results[1]["weights"] == {}
+    assert sorted(p.name for p in (part / "states").iterdir()) == [
+        *("update_00000003", "update_00000003.pt", "update_00000004", "update_00000004.pt")
+    ]
+    (part / "meeting").unlink(missing_ok=True)
+    for file in part.glob("states/update_00000004/*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(Exception, match=r"update_00000004 can't be read.*Remove .*update_00000004.pt to go on from"):
+        together(2, part, training, part, None, 3, True, True)
 
 
 # Counts

@@ -76,6 +76,9 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
     """
     device = distributed.join(config.device)
     precision = pick_precision(config.train.precision, device)
+    sharded = config.train.sharded
+    if sharded and distributed.process()[1] == 1:
+        raise ValueError("train.sharded=true divides a model among several processes; start them with torchrun")
     config, form, initial = resolve(config)
     states = open_run(config, out, resume)
     if config.train.deterministic:
@@ -93,7 +96,9 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
     states.identity = data.identity()
     torch.manual_seed(config.seed)
     arguments = model_arguments(config, form.image_size, CHANNELS[form.mode], len(dataset.classes), initial)
-    model = create_vit(**arguments).to(device)
+    model = create_vit(**arguments)
+    if not sharded:
+        model = model.to(device)
     notes = data.notes
     if initial is not None:
         notes = [*notes, begin_with(model, initial, dataset.classes, config.init)]
@@ -138,6 +143,7 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
         else None,
         train_name="train_mixed" if config.augment.mixup or config.augment.cutmix else "train",
         layer_decay=config.train.layer_decay,
+        sharded=sharded,
     )
     if stopped is not None:
         return stopped
@@ -151,6 +157,8 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
         for name, key, folder, label in finals:
             path = out / f"{name}.safetensors"
             trained, described = load_classifier(path)
+            if sharded:
+                distributed.shard(trained, device)
             summary[key] = report(
                 str(path), trained, described["classes"], data.test, "test", out / folder, device, label
             )

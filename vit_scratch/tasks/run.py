@@ -77,6 +77,7 @@ def train_model(
     train_name: str = "train",
     select: str = "accuracy",
     layer_decay: float = 1.0,
+    sharded: bool = False,
 ) -> tuple[int | None, dict[str, Any]]:
     """Train a model and write everything that a run's folder holds but the final evaluation.
 
@@ -91,6 +92,7 @@ def train_model(
         about: lines on data and model to print.
         description: what goes into every weights file, beside configuration, versions and metrics.
         layer_decay: as `make_optimizers`.
+        sharded: divide the model, which is still on the CPU, among all processes.
 
     Returns:
         None or the number of the signal that stopped the training, and what is known for the summary.
@@ -108,6 +110,8 @@ def train_model(
     pflop_per_epoch = operations.mean(loader.shapes(), adapt) * len(loader) / PETA
     updates = plan_updates(train, updates_per_epoch, pflop_per_epoch)
     epochs = math.ceil(updates / updates_per_epoch)
+    if sharded:
+        model = distributed.shard(model, device)
     ema = ExponentialMovingAverage(model, train.ema_decay) if train.ema_decay else None
     optimizers = make_optimizers(
         model,
@@ -143,8 +147,9 @@ def train_model(
     described = description | {"config": to_dict(config), "versions": used}
 
     def save(name: str, network: nn.Module, row: Row) -> None:
+        weights = distributed.weights_of(network)
         if writes:
-            save_weights(out / f"{name}.safetensors", network.state_dict(), described | {"metrics": row})
+            save_weights(out / f"{name}.safetensors", weights, described | {"metrics": row})
 
     if train.compile:
         model.compile()

@@ -7,6 +7,7 @@ Python values, and is read with torch's `weights_only`.
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -142,6 +143,10 @@ class TrainingStates:
         found = [p for p in self.folder.glob("update_*.pt") if re.fullmatch(r"update_\d+\.pt", p.name)]
         return sorted(found, key=number, reverse=True)
 
+    def shards(self, update: int) -> Path:
+        """The folder for what a sharded model has beside a state; it is complete once that state is there."""
+        return self.folder / f"update_{update:08d}"
+
     def save(self, update: int, state: dict[str, Any]) -> None:
         """Write the state after an update, then remove all but the newest two.
 
@@ -155,6 +160,7 @@ class TrainingStates:
         later = [p for p in self.paths() if number(p) > update]
         for old in [*later, *[p for p in self.paths() if p not in later][2:]]:
             old.unlink(missing_ok=True)
+            shutil.rmtree(self.shards(number(old)), ignore_errors=True)
 
     def load(self) -> tuple[dict[str, Any] | None, list[str]]:
         """The newest state that can be read, None where there is none, and what is wrong with newer ones.

@@ -1,7 +1,7 @@
 """Several processes that train one model together, started by torchrun: one for each device, on one machine or many.
 
-Each holds the whole model and works on its part of each batch; gradients, losses and counts are added up. All functions
-work where there is only one process, and then do nothing.
+Each works on its part of each batch; gradients, losses and counts are added up. Each holds the whole model, or its part
+of one that is sharded. All functions work where there is only one process, and then do nothing.
 Shapes: B batch, C channels.
 """
 
@@ -9,7 +9,7 @@ import atexit
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from vit_scratch.training.device import pick_device
 
@@ -107,13 +109,12 @@ def gather(value: Any) -> list[Any]:
 def replicate(model: nn.Module, device: torch.device) -> nn.Module:
     """The model as it is called in training, where its gradients become the mean of those of all processes.
 
-    Weights and buffers become those of the first process; batch norms use the statistics of the whole batch.
+    Weights and buffers become those of the first process; batch norms use the statistics of the whole batch. A model
+    that is sharded stays as it is.
     """
-    if process()[1] == 1:
+    if process()[1] == 1 or isinstance(model, FSDPModule):
         return model
-    for module in model.modules():
-        if type(module) is nn.BatchNorm2d:
-            module.__class__ = WholeBatchNorm2d
+    use_whole_batches(model)
     # Kernels of convolutions have gradients with other strides. Other strides for the kernels would be those of their
     # optimizer's state, too, which fused optimizers take for those of kernels that are read back with the usual ones.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
@@ -121,9 +122,50 @@ def replicate(model: nn.Module, device: torch.device) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, devices, forward_sync_buffers=False, gradient_as_bucket_view=True)
 
 
-def add_gradients(network: nn.Module, now: bool) -> AbstractContextManager:
+def shard(model: nn.Module, device: torch.device) -> nn.Module:
+    """Divide a model's weights among all processes, layer by layer; each layer is put together while it computes.
+
+    Args:
+        model: on the CPU, so that it need not fit the device; changed in place.
+        device: where it goes.
+    """
+    use_whole_batches(model)
+    mesh = dist.init_device_mesh(device.type, (process()[1],))
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for layer in module:
+                fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model.to(device)  # buffers
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of a model; of a sharded one they come together in the first process, and the others get none."""
+    if not isinstance(model, FSDPModule):
+        return model.state_dict()
+    options: Any = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+    return weights
+
+
+def use_whole_batches(model: nn.Module) -> None:
+    """Let the batch norms of a model use the statistics of the whole batch."""
+    for module in model.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = WholeBatchNorm2d
+
+
+@contextmanager
+def add_gradients(network: nn.Module, now: bool) -> Iterator[None]:
     """Around a backward pass: add up gradients over all processes now, or with those of a later pass."""
-    return nullcontext() if now or process()[1] == 1 else network.no_sync()  # type: ignore[operator]
+    if isinstance(network, FSDPModule):
+        network.set_requires_gradient_sync(now)
+        yield
+    elif now or process()[1] == 1:
+        yield
+    else:
+        with network.no_sync():  # type: ignore[operator]
+            yield
 
 
 class WholeBatchNorm2d(nn.BatchNorm2d):

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from vit_scratch.training import distributed
+from vit_scratch.training import distributed, shards
 from vit_scratch.training.checkpoint import TrainingStates
 from vit_scratch.training.compute import PETA
 from vit_scratch.training.ema import ExponentialMovingAverage
@@ -122,7 +124,7 @@ def fit(
         SaveError: a file that could not be written.
     """
     scaler = torch.amp.GradScaler(device.type, enabled=precision is torch.float16)
-    progress = Progress() if state is None else restore(state, model, optimizers, scaler, ema, device)
+    progress = Progress() if state is None else restore(state, model, optimizers, scaler, ema, device, states)
     # Loss, correct, gradient norm, count and operations of recent updates, here; the last two are plain numbers.
     pending: list[tuple[Tensor, Tensor, Tensor, int, int]] = []
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -153,9 +155,12 @@ def fit(
 
     def save() -> None:
         settle()
+        if isinstance(model, FSDPModule):
+            shards.save(states.shards(progress.update), model, optimizers)
         state = capture(progress, model, optimizers, scaler, ema, device)
         if distributed.is_first():
             states.save(progress.update, state)
+        distributed.wait()  # a file that is being replaced is read by nobody
 
     with Interrupt() as interrupt:
         while progress.update < updates or progress.batch:  # the last epoch may lack nothing but its end
@@ -182,6 +187,7 @@ def fit(
                 for optimizer in optimizers:
                     scaler.unscale_(optimizer)
                 norm = nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
+                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
                 for optimizer in optimizers:
                     scaler.step(optimizer)
                     optimizer.zero_grad(set_to_none=True)
@@ -246,11 +252,15 @@ def capture(
     ema: ExponentialMovingAverage | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Everything that `restore` needs to go on as if nothing had happened: tensors and plain Python values."""
+    """Everything that `restore` needs to go on as if nothing had happened: tensors and plain Python values.
+
+    Weights and optimizer state of a sharded model are not among it.
+    """
+    sharded = isinstance(model, FSDPModule)
     return {
         "progress": asdict(progress),
-        "model": model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "model": None if sharded else model.state_dict(),
+        "optimizers": None if sharded else [optimizer.state_dict() for optimizer in optimizers],
         "scaler": scaler.state_dict(),
         "ema": None if ema is None else ema.state_dict(),
         "random": distributed.gather(
@@ -270,11 +280,15 @@ def restore(
     scaler: torch.amp.GradScaler,
     ema: ExponentialMovingAverage | None,
     device: torch.device,
+    states: TrainingStates,
 ) -> Progress:
-    """Put back what `capture` returned."""
-    model.load_state_dict(state["model"])
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
+    """Put back what `capture` returned, and what `states` has in shards."""
+    if isinstance(model, FSDPModule):
+        shards.load(states.shards(state["progress"]["update"]), model, optimizers)
+    else:
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
     if scaler.is_enabled() and state["scaler"]:  # empty where the run began on a device without one
         scaler.load_state_dict(state["scaler"])
     if ema is not None:
