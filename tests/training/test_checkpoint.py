@@ -6,9 +6,12 @@ import json
 import os
 import pickle
 import resource
+import zipfile
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -75,7 +78,7 @@ def damage(path, kind):
                 "random": os.urandom(500),
                 "text": b"not weights at all, just text",
                 "header": data[:40] + b"\xff\xfe" + data[42:],
-                "description": data.replace(b'\\"format\\": 1', b'\\"format\\"; 1'),
+                "description": data.replace(b'\\"format\\": 2', b'\\"format\\"; 2'),
                 "pickle": pickle.dumps({"a": 1}),
             }[kind]
         )
@@ -91,6 +94,92 @@ def test_damaged_weights_are_refused_by_name(tmp_path, kind):
     for read in (load_weights, read_description):
         with pytest.raises(ValueError, match=r"w\.safetensors is damaged or no safetensors file"):
             read(path)
+
+
+def places(data, seed, count):
+    """Random places in a file, half of them in its header, with what stands there changed."""
+    random = np.random.default_rng(seed)
+    header = min(8 + int.from_bytes(data[:8], "little"), len(data)) if data[:1] != b"P" else len(data)
+    for _ in range(count):
+        limit = header if random.random() < 0.5 else len(data)
+        changed = bytearray(data)
+        for place in random.integers(0, limit, random.choice([1, 1, 1, 2, 5])):
+            changed[place] ^= 1 << random.integers(8) if random.random() < 0.5 else random.integers(1, 256)
+        yield bytes(changed)
+
+
+def attempt(read, *arguments):
+    """What a function returns, and the message with which it refuses instead."""
+    try:
+        return read(*arguments), None
+    except ValueError as error:
+        return None, str(error)
+
+
+def test_weights_with_any_byte_changed_are_refused_or_the_same(tmp_path):
+    path = tmp_path / "w.safetensors"
+    save_weights(path, WEIGHTS, DESCRIPTION)
+    data, outcomes = path.read_bytes(), Counter()
+    for changed in places(data, 0, 2000):
+        path.write_bytes(changed)
+        result, error = attempt(load_weights, path)
+        outcomes["refused" if error else "accepted"] += 1
+        if error:
+            assert str(path) in error
+            continue
+        weights, description = result
+        assert description == DESCRIPTION
+        assert weights.keys() == WEIGHTS.keys()
+        assert all(same(weights[name], tensor.detach()) for name, tensor in WEIGHTS.items())
+    assert outcomes["refused"] > 1900
+
+
+def test_states_with_any_byte_changed_are_refused_or_the_same(tmp_path):
+    states, saved = TrainingStates(tmp_path), state(4)
+    saved["text"] = "x" * 100
+    states.save(4, saved)
+    path = states.paths()[0]
+    data, outcomes = path.read_bytes(), Counter()
+    for changed in places(data, 1, 1000):
+        path.write_bytes(changed)
+        result, error = attempt(states.load)
+        outcomes["refused" if error else "accepted"] += 1
+        assert str(path) in error if error else repr(result[0]) == repr(saved)
+    assert outcomes["refused"] > 500
+
+
+def test_a_state_that_would_unpack_to_more_than_it_is_is_refused(tmp_path):
+    states = TrainingStates(tmp_path)
+    states.save(1, {"zeros": torch.zeros(10**6)})
+    path = states.paths()[0]
+    with zipfile.ZipFile(path) as whole:
+        entries = {name: whole.read(name) for name in whole.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bomb:
+        for name, content in entries.items():
+            bomb.writestr(name, content)
+    assert path.stat().st_size < 20_000
+    with pytest.raises(
+        ValueError,
+        match=r"update_00000001.pt can't be read: it is compressed, as torch.save does not, and unpacks to 4,0",
+    ):
+        states.load()
+
+
+@pytest.mark.parametrize("change", [lambda n: n * 2**20, lambda n: 2**63 - 1, lambda n: n - 1, lambda n: 0])
+def test_a_header_that_lies_about_sizes_is_refused(tmp_path, change):
+    path = tmp_path / "w.safetensors"
+    save_weights(path, WEIGHTS, DESCRIPTION)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    path.write_bytes(change(length).to_bytes(8, "little") + data[8:])
+    with pytest.raises(ValueError, match="is damaged or no safetensors file"):
+        load_weights(path)
+    header = json.loads(data[8 : 8 + length])
+    header["transposed"]["data_offsets"][1] = change(header["transposed"]["data_offsets"][1])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(ValueError, match="is damaged or no safetensors file"):
+        load_weights(path)
 
 
 @pytest.mark.parametrize("kind", ["foreign", "foreign without header"])
@@ -203,7 +292,7 @@ def test_different_views_of_one_memory_are_all_written_with_their_values(tmp_pat
 @pytest.mark.parametrize("tied", [{"a": "b"}, {"a": 3}, {"a": None}, ["a"], "a", 3])
 def test_names_of_weights_that_are_not_there_are_refused(tmp_path, tied):
     path = tmp_path / "w.safetensors"
-    description = json.dumps({"format": checkpoint.FORMAT, "tied": tied, "task": "sequence"})
+    description = json.dumps({"format": 1, "tied": tied, "task": "sequence"})
     save_file({"c": torch.ones(2)}, path, {checkpoint.KEY: description})
     with pytest.raises(ValueError, match=r"w\.safetensors is damaged: it names weights that it does not hold"):
         load_weights(path)
@@ -211,7 +300,7 @@ def test_names_of_weights_that_are_not_there_are_refused(tmp_path, tied):
 
 def test_files_from_before_weights_could_be_tied_are_read(tmp_path):
     path = tmp_path / "w.safetensors"
-    save_file({"c": torch.ones(2)}, path, {checkpoint.KEY: json.dumps({"format": checkpoint.FORMAT, "classes": ["a"]})})
+    save_file({"c": torch.ones(2)}, path, {checkpoint.KEY: json.dumps({"format": 1, "classes": ["a"]})})
     weights, description = load_weights(path)
     assert torch.equal(weights["c"], torch.ones(2))
     assert description == {"classes": ["a"]}

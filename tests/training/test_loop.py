@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import math
 import os
 import signal
@@ -535,6 +536,47 @@ def test_what_is_not_finite_stops_the_run_by_update_and_keeps_the_last_state(
     assert math.isfinite(state["progress"]["loss"])
     assert saved == [("last", 1)]
     assert len(read_rows(tmp_path)) == 1
+    dump = json.loads((tmp_path / "nonfinite.json").read_text())
+    assert dump["fault"] in message
+    assert "nonfinite.json" in message
+    assert dump["parameters"] == ["weight", "bias"] if kind != "gradient" else ["weight"]
+    assert [u["update"] for u in dump["updates"]] == list(range(1, 9))
+    assert all(math.isfinite(u["loss"]) and math.isfinite(u["gradient_norm"]) for u in dump["updates"][:-1])
+
+
+def test_under_fp16_an_update_that_overflows_is_left_out_for_all_optimizers_and_counted(tmp_path):
+    model, before = linear(), []
+
+    def loss(network, inputs, targets):
+        before.append({name: p.detach().clone() for name, p in network.named_parameters()})
+        value, correct = cross_entropy(network, inputs.float(), targets)
+        return (value + network.weight.sum() * math.inf if len(before) == 8 else value), correct  # not the bias
+
+    ema = ExponentialMovingAverage(model, 0.5)
+    optimizers = [torch.optim.SGD([p], lr=1.0) for p in model.parameters()]
+    _, log = run(tmp_path, model, optimizers, loss=loss, precision=torch.float16, ema=ema, epochs=3)
+    after = [*before[1:], {name: p.detach() for name, p in model.named_parameters()}]
+    kept = [i for i in range(15) if all(torch.equal(before[i][n], after[i][n]) for n in ("weight", "bias"))]
+    assert 7 in kept
+    assert all(
+        not torch.equal(before[i][n], after[i][n]) for n in ("weight", "bias") for i in range(15) if i not in kept
+    )
+    counted = [row["train_skipped_updates"] for row in log.rows]
+    assert counted == [sum(5 * epoch <= i < 5 * epoch + 5 for i in kept) for epoch in range(3)]
+    assert ema.updates == 15 - len(kept)
+    assert all(math.isfinite(row["train_loss"]) for row in log.rows)
+    assert len(kept) < 5
+
+
+def test_under_fp16_a_gradient_that_never_becomes_finite_stops_the_run(tmp_path):
+    def loss(network, inputs, targets):
+        value, correct = cross_entropy(network, inputs.float(), targets)
+        return value * math.inf, correct
+
+    model = linear()
+    with pytest.raises(NonFiniteError, match="not finite at update 17 however small the loss is scaled"):
+        run(tmp_path, model, loss=loss, precision=torch.float16, epochs=20)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), linear().parameters(), strict=True))
 
 
 class Network(nn.Module):

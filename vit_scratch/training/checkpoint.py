@@ -4,6 +4,7 @@ Weights are safetensors with everything needed to use them in the header. The tr
 Python values, and is read with torch's `weights_only`.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -18,12 +19,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-FORMAT = 1
-"""Version of what the description of weights holds."""
+from vit_scratch.files import check_archive
+
+FORMAT = 2
+"""Version of what the description of weights holds; 1 had no checksum."""
 STATE_FORMAT = 3
 """Version of what a training state holds."""
 KEY = "vit_scratch"
 """Where our description stands in the header of a safetensors file."""
+CHECKSUM = "vit_scratch_sha256"
+"""Where the checksum of description and weights stands there."""
 
 
 @contextmanager
@@ -76,12 +81,22 @@ def save_weights(path: Path, weights: dict[str, Tensor], description: dict[str, 
             # Different parts of one memory are written apart: the format has no overlaps.
             tensors[name] = whole.clone() if start in memory else whole
             memory.add(start)
+    text = json.dumps({"format": FORMAT, "tied": tied} | description)
     with replacing(path) as temporary:
-        save_file(tensors, temporary, {KEY: json.dumps({"format": FORMAT, "tied": tied} | description)})
+        save_file(tensors, temporary, {KEY: text, CHECKSUM: checksum(text, tensors)})
 
 
-def read_description(path: Path) -> dict[str, Any]:
-    """What `save_weights` wrote about the weights in a file, without reading them.
+def checksum(text: str, tensors: dict[str, Tensor]) -> str:
+    """The SHA-256 of a text and of tensors: their names, types, shapes and bytes."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def read_header(path: Path) -> tuple[str, str | None]:
+    """The description in a file of weights as it stands there, and the checksum, if there is one.
 
     Raises:
         ValueError: no such file, a damaged one, or one that has no description of ours.
@@ -90,14 +105,29 @@ def read_description(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} does not exist")
     try:
         with safe_open(path, "pt") as file:
-            description, names = json.loads((file.metadata() or {}).get(KEY, "null")), list(file.keys())
-    except (SafetensorError, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            header, names = file.metadata() or {}, list(file.keys())
+            description = json.loads(header.get(KEY, "null"))
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file ({error})") from error
-    if not isinstance(description, dict) or description.pop("format", None) != FORMAT:
+    form = description.get("format") if isinstance(description, dict) else None
+    if form not in (1, FORMAT):
         raise ValueError(
             f"{path} was not written by vit_scratch: its header does not describe its {len(names)} tensors "
             f"({', '.join(names[:3])}, ...)"
         )
+    if form == FORMAT and CHECKSUM not in header:
+        raise ValueError(f"{path} is damaged: it has no checksum")
+    return header[KEY], header[CHECKSUM] if form == FORMAT else None
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """What `save_weights` wrote about the weights in a file, without reading them, and therefore unchecked.
+
+    Raises:
+        ValueError: as `read_header`.
+    """
+    description: dict[str, Any] = json.loads(read_header(path)[0])
+    del description["format"]
     return description
 
 
@@ -105,13 +135,17 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a file of `save_weights`: the weights, on the CPU, under all their names, and their description.
 
     Raises:
-        ValueError: as `read_description`.
+        ValueError: as `read_header`, and where not every bit is as it was written.
     """
-    description = read_description(path)
+    text, expected = read_header(path)
     try:
         weights = load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file ({error})") from error
+    if expected is not None and checksum(text, weights) != expected:
+        raise ValueError(f"{path} is damaged: weights or description are not those that were written (checksum)")
+    description = json.loads(text)
+    del description["format"]
     tied = description.pop("tied", {})
     if not isinstance(tied, dict) or not all(isinstance(n, str) and n in weights for n in tied.values()):
         raise ValueError(f"{path} is damaged: it names weights that it does not hold")
@@ -170,6 +204,11 @@ class TrainingStates:
         """
         faults: list[str] = []
         for path in self.paths():
+            try:
+                check_archive(path)
+            except (ValueError, OSError) as error:
+                faults.append(f"{path} can't be read: {error}")
+                continue
             try:
                 content = torch.load(path, map_location="cpu", weights_only=True)
                 form, identity, state = content["format"], content["identity"], content["state"]

@@ -111,6 +111,13 @@ class RunLog:
             parts[-1] += "".join(f" {k.removeprefix(name + '_').replace('_', ' ')} {row[k]:.4g}" for k in others)
         self.say("  ".join([*parts, f"{row['items_per_second']:.0f} {self.items}/s"]))
 
+    def write(self, name: str, values: dict[str, Any]) -> Path:
+        """Write plain values into a file of the run's folder, and return its path."""
+        if not self.quiet:
+            with replacing(self.folder / name) as path:
+                path.write_text(json.dumps(values, indent=1) + "\n")
+        return self.folder / name
+
     def close(self) -> None:
         """End the bar and the TensorBoard file."""
         self.bar.close()

@@ -2,11 +2,12 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import reduce
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,10 @@ class Batches(Protocol):
         """What batches an epoch consists of: inputs and targets without data, on the meta device, and how many."""
 
 
+RECENT = 100
+"""So many updates are written down where a training can't go on."""
+
+
 class NonFiniteError(RuntimeError):
     """The loss or the gradient is no longer a finite number."""
 
@@ -64,6 +69,7 @@ class Progress:
     loss: float = 0.0  # sums over this epoch
     correct: int = 0
     count: int = 0
+    skipped: int = 0  # updates of this epoch that were left out, as they overflowed
     seconds: float = 0.0  # spent on this epoch's updates
     best: float = -math.inf  # held-out metric of the best weights
     operations: int = 0  # floating-point operations of all updates
@@ -104,7 +110,8 @@ def fit(
         updates: how many there are; the last epoch ends with the last of them.
         accumulate: batches per update; the gradient is the mean over all their items, also in a last, smaller window.
         clip_norm: largest norm of the gradient, 0 for any.
-        precision: type of the forward pass; fp16 comes with loss scaling, and updates that overflow are skipped.
+        precision: type of the forward pass; fp16 comes with loss scaling, and updates that overflow are skipped and
+            counted, in the metrics of the epoch.
         device: of model and batches.
         ema: running average of the weights, evaluated and saved beside them.
         operations: counts the floating-point operations of training on a batch of inputs and targets.
@@ -127,9 +134,20 @@ def fit(
     progress = Progress() if state is None else restore(state, model, optimizers, scaler, ema, device, states)
     # Loss, correct, gradient norm, count and operations of recent updates, here; the last two are plain numbers.
     pending: list[tuple[Tensor, Tensor, Tensor, int, int]] = []
+    recent: deque[Row] = deque(maxlen=RECENT)
     parameters = [p for p in model.parameters() if p.requires_grad]
     network = distributed.replicate(model, device)
     processes = distributed.process()[1]
+
+    def dump(fault: str) -> NoReturn:
+        """Write what is known about a training that can't go on, and stop it."""
+        values = ((n, p.to_local() if isinstance(p, DTensor) else p) for n, p in model.named_parameters())
+        broken = [name for name, value in values if not value.isfinite().all()]
+        path = log.write("nonfinite.json", {"fault": fault, "parameters": broken, "updates": list(recent)})
+        raise NonFiniteError(
+            f"{fault}. {path} has the last updates and the parameters that are not finite now. The last good state is "
+            "kept; lower train.lr, lengthen train.warmup_epochs or set train.clip_norm, and start anew"
+        )
 
     def settle() -> None:
         """Read the recent updates' losses from the device, in one go: each reading makes the device wait."""
@@ -139,13 +157,16 @@ def fit(
         losses, corrects, norms = (column.tolist() for column in (*map(distributed.total, columns[:2]), columns[2]))
         counts = [p[3] for p in pending]
         for back, (value, norm, count) in enumerate(zip(losses, norms, counts, strict=True)):
-            if not math.isfinite(value) or not (math.isfinite(norm) or scaler.is_enabled()):
-                update = progress.update - len(pending) + back + 1
-                raise NonFiniteError(
-                    f"the {'gradient' if math.isfinite(value) else 'loss'} is not finite at update {update}, epoch "
-                    f"{progress.epoch + 1}: loss {value / count:.4g}, gradient norm {norm:.4g}, learning rate "
-                    f"{schedule(update):.4g}. The last good state is kept; lower train.lr, lengthen "
-                    "train.warmup_epochs or set train.clip_norm, and start anew"
+            if scaler.is_enabled() and not math.isfinite(norm):
+                progress.skipped += 1
+                continue
+            update = progress.update - len(pending) + back + 1
+            recent.append({"update": update, "loss": value / count, "gradient_norm": norm, "lr": schedule(update)})
+            if not (math.isfinite(value) and math.isfinite(norm)):
+                what = "gradient" if math.isfinite(value) else "loss"
+                dump(
+                    f"the {what} is not finite at update {update}, epoch {progress.epoch + 1}: loss "
+                    f"{value / count:.4g}, gradient norm {norm:.4g}, learning rate {schedule(update):.4g}"
                 )
             progress.loss += value  # one by one: the sum must not depend on where a run was interrupted
             progress.correct += int(corrects[back])
@@ -188,16 +209,22 @@ def fit(
                     scaler.unscale_(optimizer)
                 norm = nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
                 norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                # Under fp16 an update that overflows is left out as a whole, not by those optimizers that it concerns.
+                if not scaler.is_enabled() or math.isfinite(norm):
+                    for optimizer in optimizers:
+                        scaler.step(optimizer)
+                    if ema is not None:
+                        ema.update(model)
                 for optimizer in optimizers:
-                    scaler.step(optimizer)
                     optimizer.zero_grad(set_to_none=True)
                 scaler.update()
-                if ema is not None:
-                    ema.update(model)
                 value, correct = (reduce(torch.add, column) for column in zip(*parts, strict=True))
                 pending.append((value, correct, norm.detach(), items, computed))
                 progress.update += 1
                 progress.batch += len(window)
+                if scaler.is_enabled() and scaler.get_scale() < 1:
+                    settle()
+                    dump(f"the gradient is not finite at update {progress.update} however small the loss is scaled")
                 progress.seconds = before + time.perf_counter() - began
 
                 if progress.update % log_every == 0:
@@ -212,6 +239,8 @@ def fit(
             settle()
             row: Row = {"epoch": progress.epoch + 1, "update": progress.update, "lr": rate}
             row |= train_metrics(progress, train_name) | {"pflop": progress.operations / PETA}
+            if scaler.is_enabled():
+                row[f"{train_name}_skipped_updates"] = progress.skipped
             better = False
             if validate is not None:
                 metrics = validate(model)

@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import json
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vit_scratch.files import check_archive
 from vit_scratch.vision.conversion import (
     NOT_ITS_OWN,
     ConversionError,
@@ -119,6 +121,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist")
     try:
+        if zipfile.is_zipfile(path):  # before torch 1.6 files were no archives
+            check_archive(path)
         weights = load_state_dict(str(path), device="cpu", weights_only=True)
     # torch raises many kinds for a damaged file, and its messages advise to switch the safety off.
     except Exception as error:
