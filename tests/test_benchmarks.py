@@ -73,3 +73,40 @@ def test_the_table_gives_means_spreads_and_the_compute_to_the_best_peers_accurac
     assert lines[1] == "| cifar10_1pf | 1,000 | 500 | 80.00 ± 0.00 | 81.00 ± 0.00 | 1.0000 | 0.5000 | 60 | 0, 1 |"
     assert lines[2] == "| timm_64x4 | 1,000 | 500 | 52.00 ± 2.83 | 53.00 ± 2.83 | 1.0000 | 1.0000 | 60 | 0, 1 |"
     assert lines[3] == "| omihub777 | 1,000 | 500 | 35.00 | 36.00 | 1.0000 | not reached | 60 | 0 |"
+
+
+@pytest.fixture
+def mutations(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import mutations
+
+    return mutations
+
+
+def test_changed_files_are_refused_or_taken_as_they_are(mutations):
+    for name, outcomes, faults in mutations.run(100, 1):
+        assert not faults, f"{name}: {faults[0]}"
+        assert sum(outcomes.values()) == 100
+        assert outcomes["refused"] > 50
+
+
+def test_a_configuration_that_is_read_as_another_is_a_fault(mutations, tmp_path, monkeypatch):
+    build = mutations.cli.build
+
+    def wrong(cls, values):
+        config = build(cls, values)
+        config.seed += 1
+        return config
+
+    monkeypatch.setattr(mutations.cli, "build", wrong)
+    outcomes, faults = mutations.configurations(40, 0, tmp_path)
+    assert outcomes["accepted, as the file says"] == 0
+    assert outcomes["fault"] == len(faults) > 0
+    assert "seed is 1, of which the file says nothing" in faults[0]
+
+
+def test_weights_that_are_read_as_others_are_a_fault(mutations, tmp_path, monkeypatch):
+    monkeypatch.setattr("vit_scratch.training.checkpoint.checksum", lambda text, tensors: "")
+    outcomes, faults = mutations.weights(200, 0, tmp_path)
+    assert outcomes["fault"] == len(faults) > 20
+    assert "accepted with another content" in faults

@@ -320,3 +320,19 @@ def test_every_field_is_documented_in_help(cls: type, capsys: pytest.CaptureFixt
         part = text.split(f"  --{name} ", 1)[1].split("\n  --", 1)[0]
         words = part.split("(type:")[0].split()
         assert len(words) >= 4, f"{name} has no explanation: {part}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train:\n  lr: 0.1\ndata: {kind: digits}\ntrain:\n  epochs: 7\n", "gives train twice, in lines 1 and 4"),
+        ("train:\n  lr: 0.1\n\n  lr: 0.1\n", "gives train.lr twice, in lines 2 and 4; put them together"),
+        ("seed: 1\nseed: 2\n", "gives seed twice, in lines 1 and 2"),
+        ("seed: &a [1]\ntrain:\n  lr: *a\n", r"config.yaml, line 3: \*a stands for another part; write that part out"),
+        ("seed: &a [*a]\n", r"line 1: \*a stands for another part"),
+        ("seed: " + "[" * 100_000, "line 1: more than 20 lists or sections stand in each other"),
+    ],
+)
+def test_fields_that_are_given_twice_and_traps_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_config(write(tmp_path, text))

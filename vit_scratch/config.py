@@ -639,21 +639,53 @@ def config_class(arguments: list[str]) -> Any:
     What --task says, or else the `task` in the last --config file that has one; classification where neither does.
 
     Raises:
-        ValueError: an unknown task.
+        ValueError: an unknown task, or a file that gives a field twice, or is a trap.
     """
     known = preview(arguments)
     task = known.task
     for path in known.config:
         try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
+            text = Path(path).read_text(encoding="utf-8")
+            refuse_traps(path, text)
+            content = yaml.safe_load(text)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
             continue  # `parse` says what is wrong
+        refuse_repetitions(path, yaml.compose(text, yaml.SafeLoader))
         if isinstance(content, dict) and known.task is None:
             task = content.get("task", task)
     task = "classification" if task is None else task
     if not isinstance(task, str) or task not in TASKS:
         raise ValueError(f"task={task!r} is unknown; choose from {', '.join(TASKS)}")
     return TASKS[task]
+
+
+DEEPEST = 20
+"""So deep may lists and sections stand in each other."""
+
+
+def refuse_traps(path: str, text: str) -> None:
+    """Raise ValueError for YAML that takes more memory or a deeper stack than there is, however short it is."""
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        place = f"{path}, line {event.start_mark.line + 1 if event.start_mark else '?'}"
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"{place}: *{event.anchor} stands for another part; write that part out")
+        if depth > DEEPEST:
+            raise ValueError(f"{place}: more than {DEEPEST} lists or sections stand in each other")
+
+
+def refuse_repetitions(path: str, node: Any, where: str = "") -> None:
+    """Raise ValueError for a field that a YAML file gives twice: the first would be lost without a word."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = f"{where}{key.value}", key.start_mark.line + 1
+        if name in lines:
+            raise ValueError(f"{path} gives {name} twice, in lines {lines[name]} and {line}; put them together")
+        lines[name] = line
+        refuse_repetitions(path, value, f"{name}.")
 
 
 def read_config(path: str | Path, overrides: list[str] | None = None, prog: str = "vit-scratch") -> Any:

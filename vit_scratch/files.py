@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def check_archive(path: Path) -> None:
-    """Raise ValueError, with a message on it, for a file of `torch.save` whose bytes are not those that were written, or that is a trap.
+    """Raise ValueError for a file of `torch.save` that is not as it was written, or a trap; the message says why.
 
     Such a file is a zip archive with checksums, which torch does not look at, and compresses nothing; torch would
     unpack one that does until the memory is full.
