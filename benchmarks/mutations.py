@@ -2,9 +2,10 @@
 
     python benchmarks/mutations.py --count 10000
 
-Three kinds: configuration files of `train`, files of weights, and training states. A fault is a traceback, a refusal
-that does not name the file or says nothing, a value that is not what the file says, or weights that are not those that
-were written. Ends with status 1 where there is one, and prints the first of each kind.
+Four kinds: configuration files of `train`, files of weights, training states, and images, which have no checksums, so
+that changed ones may be read as other images. A fault is a traceback, a refusal that does not name the file or says
+nothing, a value that is not what the file says, or weights that are not those that were written. Ends with status 1
+where there is one, and prints the first of each kind.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import io
 import math
 import sys
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -25,10 +27,13 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from PIL import ExifTags, Image
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from vit_scratch import cli, create_vit
+from vit_scratch.data.images import ImageError
+from vit_scratch.data.sources import ImageSource
 from vit_scratch.training.checkpoint import TrainingStates, load_weights, save_weights
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +53,8 @@ def change_bytes(data: bytes, random: np.random.Generator, limit: int | None = N
     """Flip, replace, delete, insert or double some bytes among the first `limit`, or cut the file off."""
     changed, limit = bytearray(data), limit or len(data)
     for place in sorted(random.integers(0, limit, random.choice([1, 1, 1, 2, 8])), reverse=True):
+        if place >= len(changed):
+            continue
         kind = random.integers(7)
         length = int(random.integers(1, 9))
         if kind <= 1:
@@ -62,9 +69,6 @@ def change_bytes(data: bytes, random: np.random.Generator, limit: int | None = N
             changed[place:place] = changed[place : place + length]
         elif random.random() < 0.2:
             del changed[place:]
-        if not changed:
-            break
-        limit = len(changed)
     return bytes(changed)
 
 
@@ -235,10 +239,47 @@ def states(count: int, seed: int, folder: Path) -> Outcomes:
     return read_again(count, seed, path, lambda: kept.load()[0], 4000)
 
 
+def images(count: int, seed: int, folder: Path) -> Outcomes:
+    """Change image files of all formats that folders of images may hold."""
+    random, outcomes, faults = np.random.default_rng(seed), Counter[str](), list[str]()
+    picture = Image.fromarray(random.integers(0, 256, (12, 10, 3)).astype(np.uint8))
+    exif = picture.getexif()
+    exif[ExifTags.Base.Orientation] = 6
+    originals = []
+    for ending, options in FORMATS:
+        path = folder / f"image{ending}"
+        (picture.convert("P") if ending == ".png" else picture).save(path, **options | {"exif": exif.tobytes()})
+        originals.append((path, path.read_bytes()))
+    warnings.simplefilter("ignore")  # of Pillow, on what it mends
+    for number in range(count):
+        path, data = originals[number % len(originals)]
+        path.write_bytes(change_bytes(data, random, min(200, len(data)) if random.random() < 0.5 else None))
+        try:
+            image = ImageSource([str(path)], [0]).read(0, "RGB")
+        except ImageError as error:
+            outcomes["refused"] += 1
+            if str(path) not in str(error):
+                faults.append(f"refused without its name: {error}")
+        except Exception as error:
+            faults.append(f"{path.name}: {type(error).__name__}: {error}")
+        else:
+            outcomes["read"] += 1
+            if image.mode != "RGB" or np.asarray(image).shape != (image.height, image.width, 3):
+                faults.append(f"{path.name}: read as {image}")
+    outcomes["fault"] += len(faults)
+    return outcomes, faults
+
+
+FORMATS: list[tuple[str, dict[str, Any]]] = [
+    *((".png", {}), (".jpg", {}), (".jpeg", {"progressive": True}), (".bmp", {}), (".ppm", {}), (".webp", {})),
+    *((".tif", {}), (".tiff", {"compression": "tiff_lzw"})),
+]
+
 KINDS: dict[str, Callable[[int, int, Path], Outcomes]] = {
     "configurations": configurations,
     "weights": weights,
     "training states": states,
+    "images": images,
 }
 
 

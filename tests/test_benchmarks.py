@@ -87,7 +87,7 @@ def test_changed_files_are_refused_or_taken_as_they_are(mutations):
     for name, outcomes, faults in mutations.run(100, 1):
         assert not faults, f"{name}: {faults[0]}"
         assert sum(outcomes.values()) == 100
-        assert outcomes["refused"] > 50
+        assert outcomes["refused"] > 30
 
 
 def test_a_configuration_that_is_read_as_another_is_a_fault(mutations, tmp_path, monkeypatch):
