@@ -1,7 +1,9 @@
 """Checks the loaders: which images come when, the same bits from memory, files and workers, and faults by name."""
 
 import gc
+import os
 import pickle
+import signal
 from collections import Counter
 
 import numpy as np
@@ -13,6 +15,7 @@ from torchvision.transforms import v2
 from vit_scratch.data.augmentation import BatchTransform, sample_transform
 from vit_scratch.data.images import ImageError
 from vit_scratch.data.loaders import (
+    DeadWorkerError,
     HeldImages,
     ImageFormat,
     MemoryLoader,
@@ -419,6 +422,21 @@ def test_processes_divide_each_batch_of_one(files, kind, processes, augment):
             assert {b[2] for b in batches} == {count} == {len(x)}
             assert {len(b[0]) for b in batches} <= {count // processes, -(-count // processes)}
     assert announced(parts[0]) == announced(whole)
+
+
+class Deadly:
+    """Kills the process that it is called in, as a system without memory does."""
+
+    def __call__(self, image):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_is_named_with_cause_and_remedy(files):
+    loader = StreamLoader(files, FORM, BATCH, plain(), sample_transform=Deadly(), seed=2, workers=2, device=CPU)
+    with pytest.raises(
+        DeadWorkerError, match=r"(?s)has ended .*\bKilled.*too little memory.*lower --data.workers, 0 for"
+    ):
+        list(loader.batches(0))
 
 
 def test_held_images_count_themselves():

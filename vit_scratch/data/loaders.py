@@ -142,6 +142,10 @@ Chunk = tuple[np.ndarray, np.ndarray]
 """Indices of the images of a batch, and a seed for each."""
 
 
+class DeadWorkerError(RuntimeError):
+    """A process that reads images has ended before its work was done."""
+
+
 class Loader:
     """What the two loaders share: how many batches, in which order, and with which seeds.
 
@@ -271,6 +275,7 @@ class StreamLoader(Loader):
 
     Raises, while it runs:
         UnreadableImageError: an image that can't be read.
+        DeadWorkerError: a worker that was killed.
     """
 
     def __init__(
@@ -305,7 +310,7 @@ class StreamLoader(Loader):
     def fetch(self, chunks: list[Chunk]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield bytes and labels as the workers deliver them."""
         self.order.chunks = chunks
-        for batch in self.loader:
+        for batch in self.deliver():
             if isinstance(batch, str):
                 raise UnreadableImageError(
                     f"{batch}\nMend it and go on with --resume, or start anew with --data.skip_broken true, "
@@ -313,6 +318,23 @@ class StreamLoader(Loader):
                 )
             images, labels = batch
             yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+
+    def deliver(self) -> Iterator[Any]:
+        """Yield what the workers collate. Raises DeadWorkerError where one of them ends."""
+        batches = iter(self.loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if "worker" not in str(error):
+                    raise
+                raise DeadWorkerError(
+                    f"a process that reads images has ended ({str(error).strip()}). Often there was too little memory, "
+                    "or shared memory (/dev/shm): go on with --resume and a lower --data.workers, 0 for none"
+                ) from error
+            yield batch
 
 
 def make_loader(
