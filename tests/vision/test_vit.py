@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import pytest
 import timm
@@ -775,6 +776,57 @@ def test_sizes_that_patches_do_not_divide_are_refused_at_run_time(size):
     model = create_vit("tiny_patch4_32", **OTHER, any_size=True)
     with pytest.raises(ValueError, match=r"images have shape .*is not a multiple of the patch"):
         model(torch.randn(2, 3, *size))
+
+
+PATCHES = {"patch": {}, "convolution": {"patch_size": 2}}
+"""What each stem wants other than the models above."""
+
+
+@pytest.mark.parametrize("stem", ["patch", "convolution"])
+def test_images_of_another_type_are_refused_with_the_remedy(stem):
+    model = create_vit("tiny_patch4_32", **OTHER | PATCHES[stem], stem=stem).eval()
+    images = torch.randn(2, 3, *OTHER["image_size"])
+    for dtype in (torch.uint8, torch.int64, torch.bool):
+        with pytest.raises(ValueError, match=rf"images are {dtype}; this model takes floating-point numbers"):
+            model(images.to(dtype))
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        with pytest.raises(ValueError, match=rf"images are {dtype} and the model torch.float32; convert one"):
+            model(images.to(dtype))
+    expected = model(images)
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            torch.testing.assert_close(model(images.to(dtype)).float(), expected, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("stem", ["patch", "convolution"])
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+def test_any_batch_and_any_memory_layout_give_the_same_rows(stem, pooling):
+    model = create_vit("tiny_patch4_32", **OTHER | PATCHES[stem], stem=stem, pooling=pooling).eval()
+    images = torch.randn(3, 3, *OTHER["image_size"])
+    expected = model(images)
+    layouts = [images.to(memory_format=torch.channels_last), images.mT.contiguous().mT, images.flip(0).flip(0)]
+    strided = torch.randn(6, 3, *OTHER["image_size"])
+    strided[::2] = images
+    for layout in (*layouts, strided[::2], images.expand(3, -1, -1, -1)):
+        torch.testing.assert_close(model(layout), expected, rtol=1e-5, atol=1e-6)
+    for i in range(3):
+        torch.testing.assert_close(model(images[i : i + 1]), expected[i : i + 1], rtol=1e-5, atol=1e-6)
+    empty = images[:0].clone().requires_grad_()
+    result = model(empty)
+    assert result.shape == (0, *expected.shape[1:])
+    result.sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_image_that_is_not_finite_spoils_no_other_one(value):
+    model = create_vit("tiny_patch4_32", **OTHER).eval()
+    images = torch.randn(3, 3, *OTHER["image_size"])
+    expected = model(images)
+    images[1, 0, 0, 0] = value
+    result = model(images)
+    assert not result[1].isfinite().any()
+    torch.testing.assert_close(result[[0, 2]], expected[[0, 2]], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("any_size", [False, True])

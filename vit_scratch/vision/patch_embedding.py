@@ -96,7 +96,15 @@ class PatchEmbedding(nn.Module):
         )
 
     def check(self, images: Tensor) -> None:
-        """Raise ValueError unless `images` have the size and the number of channels that this takes."""
+        """Raise ValueError unless `images` have the type, the size and the number of channels that this takes."""
+        needed = self.projection.weight.dtype
+        if not images.is_floating_point():
+            raise ValueError(
+                f"images are {images.dtype}; this model takes floating-point numbers, normalised as in its training, "
+                "such as (images / 255 - mean) / std"
+            )
+        if images.dtype != needed and not torch.is_autocast_enabled(images.device.type):
+            raise ValueError(f"images are {images.dtype} and the model {needed}; convert one of them with .to(dtype)")
         size = tuple(images.shape[-2:]) if self.any_size else self.image_size
         expected = (self.in_channels, *size)
         if images.dim() != 4 or tuple(images.shape[1:]) != expected:
