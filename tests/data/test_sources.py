@@ -1,11 +1,13 @@
 """Checks the data sets by name: pixels, labels, classes, the split of the training set, messages for missing data."""
 
 import hashlib
+import os
 import pickle
 import tarfile
 import urllib.error
 import urllib.request
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -180,6 +182,61 @@ def test_folders_are_classes_in_alphabetical_order(tmp_path):
     assert dataset.classes == ["1", "10", "2", "B", "a"]
     assert contents(dataset.train) == [(4, 0), (1, 1), (0, 2), (2, 3), (3, 4)]
     assert (dataset.val, dataset.test, dataset.notes) == (None, None, [])
+
+
+def test_links_are_followed_once_and_those_that_lead_nowhere_are_named(tmp_path):
+    root = Path(tree(tmp_path / "root", "train/cat/a.png", "train/dog/b.png"))
+    elsewhere = Path(tree(tmp_path / "elsewhere", "more/c.png", "one.png"))
+    (root / "train" / "cat" / "more").symlink_to(elsewhere / "more")
+    (root / "train" / "cat" / "loop").symlink_to(root / "train" / "cat")
+    (root / "train" / "cat" / "again").symlink_to(elsewhere / "more")
+    (root / "train" / "dog" / "one.png").symlink_to(elsewhere / "one.png")
+    (root / "train" / "fox").symlink_to(elsewhere / "more")
+    os.mkfifo(root / "train" / "dog" / "pipe.png")  # reading it would wait for ever
+    train = load("imagefolder", str(root)).train
+    names = [str(Path(p).relative_to(root / "train")) for p in train.images]
+    # Of two links to one folder either may be the one that is entered.
+    assert names[0] == "cat/a.png"
+    assert names[1] in ("cat/again/c.png", "cat/more/c.png")
+    assert names[2:] == ["dog/b.png", "dog/one.png", "fox/c.png"]
+    assert train.labels.tolist() == [0, 0, 1, 1, 2]
+    (root / "train" / "fox" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    train = load("imagefolder", str(root)).train
+    with pytest.raises(ImageError, match=r"gone.png: .*No such file"):
+        train.read(len(train) - 1, "RGB")
+
+
+def test_names_in_any_script_are_found_and_written_as_they_are(tmp_path):
+    names = ["Ωμέγα/ä b.png", "日本/写真.PNG", "כלב/תמונה.png", "emoji 🐈/'\"$(x).png", "back\\slash/new\nline.png"]
+    root = tree(tmp_path, *(f"train/{name}" for name in names))
+    dataset = load("imagefolder", root)
+    assert dataset.classes == sorted(name.partition("/")[0] for name in names)
+    assert {f"train/{name}" for name in names} == {str(Path(p).relative_to(root)) for p in dataset.train.images}
+    assert len({grey for grey, _ in contents(dataset.train)}) == len(names)
+
+
+def test_the_order_is_that_of_the_parts_of_the_paths(tmp_path):
+    names = ["a/b.png", "a-b/a.png", "a/a/c.png", "a/a.png", "a.b/c.png", "A/z.png"]
+    root = tree(tmp_path, "train/dog/x.png", *(f"train/cat/{name}" for name in names))
+    found = [Path(p).relative_to(f"{root}/train/cat") for p in load("imagefolder", root).train.images[: len(names)]]
+    assert found == sorted(map(Path, names))
+
+
+def test_a_hundred_thousand_files_are_listed_and_read(tmp_path):
+    for name in ("a", "b"):
+        folder = tmp_path / "train" / name
+        folder.mkdir(parents=True)
+        for i in range(0, 50_000):
+            if i % 25_000 == 0:  # a file has a limited number of names
+                path = folder / f"{i}.png"
+                Image.new("L", (1, 1), 7).save(path)
+            else:
+                os.link(path, folder / f"{i}.png")
+    train = load("imagefolder", str(tmp_path)).train
+    assert len(train) == 100_000
+    assert np.bincount(train.labels).tolist() == [50_000, 50_000]
+    assert train.images[:3] == [str(tmp_path / "train" / "a" / f"{i}.png") for i in (0, 1, 10)]
+    assert train.read(99_999, "L").getpixel((0, 0)) == 7
 
 
 def test_nested_files_count_and_other_files_do_not(tmp_path):

@@ -3,6 +3,7 @@
 Every data set ends as one or more `ImageSource`: images that can be read one by one, with labels known beforehand.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -189,17 +190,34 @@ def _folders(root: Path, classes: list[str] | None, names: tuple[str, ...], allo
                     f"{root / part / name} holds no image (known endings: {' '.join(IMG_EXTENSIONS)}); add some, "
                     "or pass --data.allow_missing_classes true"
                 )
-            paths += [str(f) for f in files]
+            paths += files
             labels += [label] * len(files)
         parts[part] = ImageSource(paths, labels)
     empty = ImageSource([], [])
     return ImageDataset(classes, parts.get("train", empty), parts.get("val"), parts.get("test"), notes)
 
 
-def image_files(folder: Path) -> list[Path]:
-    """Files below a folder whose names end like an image's, without hidden ones and those in hidden folders."""
-    found = (f for f in folder.rglob("*") if f.suffix.lower() in IMG_EXTENSIONS and f.is_file())
-    return sorted(f for f in found if not any(p.startswith(".") for p in f.relative_to(folder).parts))
+def image_files(folder: Path) -> list[str]:
+    """Paths of files below a folder whose names end like an image's, without hidden ones and those in hidden folders.
+
+    None where there is no such folder. Links to folders are followed, each folder is entered once, and a link that
+    leads nowhere counts, as an image that can't be read.
+    """
+    found, entered, left = [], set(), [str(folder)] if folder.is_dir() else []
+    while left:
+        here = left.pop()
+        status = os.stat(here)
+        if (status.st_dev, status.st_ino) in entered:
+            continue
+        entered.add((status.st_dev, status.st_ino))
+        for entry in os.scandir(here):
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                left.append(entry.path)
+            elif entry.name.lower().endswith(IMG_EXTENSIONS) and (entry.is_file() or not os.path.exists(entry.path)):
+                found.append(entry.path)
+    return sorted(found, key=lambda path: path.split(os.sep))
 
 
 def class_folders(folder: Path) -> set[str]:
