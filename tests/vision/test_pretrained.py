@@ -1,5 +1,6 @@
 """Pretrained weights by name, from files and from state dicts: all of them, or a message that says what is wrong."""
 
+import json
 import pickle
 
 import pytest
@@ -207,6 +208,53 @@ def test_nothing_in_a_file_is_executed(tmp_path):
         ):
             read_tensors(tmp_path / name)
     assert not (tmp_path / "harm").exists()
+
+
+def saved_by_transformers(folder, **options):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, image_size=32
+    )
+    transformers.ViTForImageClassification(config).save_pretrained(folder, **options)
+
+
+def test_nothing_in_a_folder_of_another_library_is_executed(tmp_path):
+    folders = [tmp_path / "timm", tmp_path / "transformers"]
+    timm.models.save_for_hf(
+        timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=24, num_heads=3, img_size=32), str(folders[0])
+    )
+    saved_by_transformers(folders[1])
+    for folder in folders:
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        torch.save({"weight": Evil(tmp_path / "harm")}, folder / "pytorch_model.bin")
+        with pytest.raises(ValueError, match=f"the weights in {folder} can't be read: .*nothing in a file is executed"):
+            load_pretrained(folder)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_code_that_comes_with_a_folder_is_not_executed(tmp_path):
+    saved_by_transformers(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    code = f"import os; os.mkdir({str(tmp_path / 'harm')!r})"
+    (tmp_path / "configuration.py").write_text(code)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "configuration.Evil"}}))
+    load_pretrained(tmp_path)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere/model.safetensors", "/etc/passwd", "a/b.safetensors", 3])
+def test_a_folder_does_not_lead_outside_of_itself(tmp_path, name):
+    saved_by_transformers(tmp_path, max_shard_size="10KB")
+    load_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first = next(iter(index["weight_map"]))
+    path.write_text(json.dumps(index | {"weight_map": index["weight_map"] | {first: name}}))
+    with pytest.raises(ValueError, match=f"index.json names a file that is not in its folder: {name}"):
+        load_pretrained(tmp_path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="is damaged: it does not say which weights are in which file"):
+        load_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing", b"\x00" * 100])

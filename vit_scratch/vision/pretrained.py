@@ -34,6 +34,7 @@ CONVERSIONS: dict[
     "transformers": (from_transformers, to_transformers, "classifier.weight"),
 }
 """The two conversions of each library, and what it calls the weight of a classifier."""
+REFUSED = "it is damaged, or holds more than tensors and plain values, and nothing in a file is executed here"
 
 
 def library_of(model: nn.Module) -> str:
@@ -100,8 +101,24 @@ def build_theirs(name: str, *, pretrained: bool, num_classes: int | None = None)
     except Exception as error:  # there are many kinds of no network, and each library has its own
         if not pretrained and library != "transformers":
             raise
+        if Path(model.removeprefix("local-dir:")).is_dir():
+            raise ValueError(
+                f"the weights in {model.removeprefix('local-dir:')} can't be read: {REFUSED} ({type(error).__name__})"
+            ) from error
         first = str(error).strip().partition("\n")[0]
         raise ValueError(f"the weights of {name} could not be fetched: {type(error).__name__}: {first}") from error
+
+
+def stay_inside(folder: Path) -> None:
+    """Raise ValueError where a list of files in a folder of transformers has one that is not in this folder."""
+    for index in folder.glob("*.index.json"):
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged: it does not say which weights are in which file") from error
+        outside = sorted(str(name) for name in names if not isinstance(name, str) or Path(name).name != name)
+        if outside:
+            raise ValueError(f"{index} names a file that is not in its folder: {outside[0]}")
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
@@ -126,10 +143,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         weights = load_state_dict(str(path), device="cpu", weights_only=True)
     # torch raises many kinds for a damaged file, and its messages advise to switch the safety off.
     except Exception as error:
-        raise ValueError(
-            f"{path} can't be read: it is damaged, or holds more than tensors and plain values, and nothing in a file "
-            f"is executed here ({type(error).__name__})"
-        ) from error
+        raise ValueError(f"{path} can't be read: {REFUSED} ({type(error).__name__})") from error
     if not weights or not all(isinstance(t, Tensor) for t in weights.values()):
         raise ValueError(f"{path} holds no weights: they are tensors by name")
     return weights
@@ -141,6 +155,7 @@ def open_theirs(
     """A model of timm, torchvision or transformers with its weights; the arguments are those of `load_pretrained`."""
     path = Path(source) if isinstance(source, (str, Path)) else None
     if path is not None and architecture is None and (path / "config.json").is_file():
+        stay_inside(path)
         described = json.loads((path / "config.json").read_text(encoding="utf-8"))
         prefix = "timm:local-dir:" if "architecture" in described else "transformers:"
         return build_theirs(f"{prefix}{path}", pretrained=True)
