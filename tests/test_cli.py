@@ -675,3 +675,11 @@ def test_stages_that_can_not_be_are_refused_before_any_work(
     assert message in error
     assert "Traceback" not in error
     assert not (tmp_path / "run").exists()
+
+
+def test_a_sharded_model_needs_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, out = ROOT / "configs" / "digits.yaml", tmp_path / "run"
+    assert run("train", "--config", config, "--train.sharded", "true", "--out", out) == 2
+    message = "train.sharded=true divides a model among several processes; start them with torchrun"
+    assert message in capsys.readouterr().err
+    assert not out.exists()

@@ -124,6 +124,13 @@ def test_wrong_input_exits_with_status_2_and_names_the_field(
         ("train:\n  ema_decay: 1.0", "train.ema_decay=1.0"),
         ("train:\n  label_smoothing: 1.0", "train.label_smoothing=1.0"),
         ("train:\n  betas: [0.9, 1.0]", "train.betas[1]=1.0"),
+        (
+            "train:\n  sharded: true\n  optimizer: muon",
+            "train.optimizer=muon can't be combined with train.sharded=true",
+        ),
+        ("train:\n  sharded: true\n  ema_decay: 0.9", "train.ema_decay=0.9 can't be combined with train.sharded=true"),
+        ("train:\n  sharded: true\n  compile: true", "train.compile=True can't be combined with train.sharded=true"),
+        ("train:\n  sharded: true\n  precision: fp16", "train.precision=fp16 can't be combined with train.sharded"),
         ("data:\n  hold_out: 1.0", "data.hold_out=1.0"),
         ("data:\n  workers: -1", "data.workers=-1"),
         ("augment:\n  erase: 1.5", "augment.erase=1.5"),
