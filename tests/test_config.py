@@ -126,7 +126,7 @@ def test_wrong_input_exits_with_status_2_and_names_the_field(
         ("train:\n  betas: [0.9, 1.0]", "train.betas[1]=1.0"),
         (
             "train:\n  sharded: true\n  optimizer: muon",
-            "train.optimizer=muon can't be combined with train.sharded=true",
+            "train.optimizer=muon can't be combined with train.sharded",
         ),
         ("train:\n  sharded: true\n  ema_decay: 0.9", "train.ema_decay=0.9 can't be combined with train.sharded=true"),
         ("train:\n  sharded: true\n  compile: true", "train.compile=True can't be combined with train.sharded=true"),
