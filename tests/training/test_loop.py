@@ -536,12 +536,13 @@ def test_what_is_not_finite_stops_the_run_by_update_and_keeps_the_last_state(
     assert math.isfinite(state["progress"]["loss"])
     assert saved == [("last", 1)]
     assert len(read_rows(tmp_path)) == 1
-    dump = json.loads((tmp_path / "nonfinite.json").read_text())
+    dump = json.loads((tmp_path / "nonfinite.json").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
     assert dump["fault"] in message
     assert "nonfinite.json" in message
     assert dump["parameters"] == ["weight", "bias"] if kind != "gradient" else ["weight"]
     assert [u["update"] for u in dump["updates"]] == list(range(1, 9))
     assert all(math.isfinite(u["loss"]) and math.isfinite(u["gradient_norm"]) for u in dump["updates"][:-1])
+    assert {"nan", "inf"} & set(map(str, dump["updates"][-1].values()))
 
 
 def test_under_fp16_an_update_that_overflows_is_left_out_for_all_optimizers_and_counted(tmp_path):

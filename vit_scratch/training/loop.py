@@ -143,7 +143,9 @@ def fit(
         """Write what is known about a training that can't go on, and stop it."""
         values = ((n, p.to_local() if isinstance(p, DTensor) else p) for n, p in model.named_parameters())
         broken = [name for name, value in values if not value.isfinite().all()]
-        path = log.write("nonfinite.json", {"fault": fault, "parameters": broken, "updates": list(recent)})
+        # JSON knows no NaN.
+        rows = [{k: v if math.isfinite(v) else str(v) for k, v in row.items()} for row in recent]
+        path = log.write("nonfinite.json", {"fault": fault, "parameters": broken, "updates": rows})
         raise NonFiniteError(
             f"{fault}. {path} has the last updates and the parameters that are not finite now. The last good state is "
             "kept; lower train.lr, lengthen train.warmup_epochs or set train.clip_norm, and start anew"
