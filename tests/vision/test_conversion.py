@@ -226,7 +226,7 @@ def test_what_was_not_seen_shows_in_the_logits():
 def test_a_second_head_is_refused_with_counts_and_names():
     theirs = TimmVisionTransformer(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5)
     theirs.second = nn.Linear(24, 5)
-    with pytest.raises(ConversionError, match=r"of 34, 2 unexpected \(second.weight, second.bias\)"):
+    with pytest.raises(ConversionError, match=r"of 34 weights, 2 unexpected \(second.weight, second.bias\)"):
         from_timm(theirs)
 
 

@@ -206,7 +206,8 @@ class Loader:
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on."""
         order, sample_seeds, batch_seeds = self.plan(epoch)
-        mixed = self.transform.mix is not None and self.share[1] > 1
+        divided = self.share[1] > 1
+        mixed = divided and self.transform.mix is not None
         places, chunks = [], []
         for first in range(start * self.batch_size, self.count, self.batch_size):
             own = self.own(min(self.batch_size, self.count - first))
@@ -222,7 +223,8 @@ class Loader:
             else:
                 images = torch.empty(0, *self.shape, dtype=torch.uint8, device=self.device)
                 labels = torch.empty(0, dtype=torch.long, device=self.device)
-            x, y = self.transform(images, labels, int(batch_seeds[number]), torch.from_numpy(own_places), total)
+            part = (torch.from_numpy(own_places), total) if divided else ()
+            x, y = self.transform(images, labels, int(batch_seeds[number]), *part)
             extra = len(x) - len(self.own(total))
             yield x[extra:], y[extra:], total
 
