@@ -1,6 +1,7 @@
 """Checks that several processes do together what one does: the same updates, batch norms, counts, and states."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -29,6 +30,8 @@ from vit_scratch.training.optimizer import make_optimizers
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
+# Processes are forked from one that has imported what they need, which takes seconds, once.
+multiprocessing.set_forkserver_preload([n for n in sys.modules if n.startswith(("torch.", "vit_scratch"))])
 
 
 def enter(number, processes, folder, work, arguments):
@@ -48,7 +51,8 @@ def enter(number, processes, folder, work, arguments):
 def together(processes, folder, work, *arguments):
     """The results of a function in so many processes."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.multiprocessing.spawn(enter, (processes, folder, work, arguments), nprocs=processes)
+    start = torch.multiprocessing.start_processes
+    start(enter, (processes, folder, work, arguments), nprocs=processes, start_method="forkserver")
     return [torch.load(folder / f"result{number}", weights_only=False) for number in range(processes)]
 
 
