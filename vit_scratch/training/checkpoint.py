@@ -187,7 +187,7 @@ class TrainingStates:
         Raises:
             SaveError: it could not be written; the states that were there are intact.
         """
-        path = self.folder / f"update_{update:08d}.pt"
+        path = self.shards(update).with_suffix(".pt")
         with replacing(path) as temporary, open(temporary, "wb") as file:
             torch.save({"format": STATE_FORMAT, "identity": self.identity, "state": state}, file)
         # A state of a later update is one that could not be read when the run went on.

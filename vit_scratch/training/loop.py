@@ -132,7 +132,7 @@ def fit(
     """
     scaler = torch.amp.GradScaler(device.type, enabled=precision is torch.float16)
     progress = Progress() if state is None else restore(state, model, optimizers, scaler, ema, device, states)
-    # Loss, correct, gradient norm, count and operations of recent updates, here; the last two are plain numbers.
+    # Loss and correct in this process, gradient norm, count in all and operations in this one, of recent updates.
     pending: list[tuple[Tensor, Tensor, Tensor, int, int]] = []
     recent: deque[Row] = deque(maxlen=RECENT)
     parameters = [p for p in model.parameters() if p.requires_grad]
