@@ -2,6 +2,7 @@
 
 Each works on its part of each batch; gradients, losses and counts are added up. Each holds the whole model, or its part
 of one that is sharded. All functions work where there is only one process, and then do nothing.
+Where a function imports something of torch it is because that takes a second, which other trainings need not wait for.
 Shapes: B batch, C channels.
 """
 
@@ -17,9 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from vit_scratch.training.device import pick_device
 
@@ -85,6 +83,8 @@ def total(values: Tensor) -> Tensor:
 
 def differentiable_total(values: Tensor) -> Tensor:
     """As `total`, with a gradient: that of the sum of what all processes make of the result."""
+    from torch.distributed._functional_collectives import all_reduce
+
     assert dist.group.WORLD is not None
     return all_reduce(values, "sum", dist.group.WORLD)
 
@@ -112,7 +112,7 @@ def replicate(model: nn.Module, device: torch.device) -> nn.Module:
     Weights and buffers become those of the first process; batch norms use the statistics of the whole batch. A model
     that is sharded stays as it is.
     """
-    if process()[1] == 1 or isinstance(model, FSDPModule):
+    if process()[1] == 1 or is_sharded(model):
         return model
     use_whole_batches(model)
     # Kernels of convolutions have gradients with other strides. Other strides for the kernels would be those of their
@@ -129,6 +129,8 @@ def shard(model: nn.Module, device: torch.device) -> nn.Module:
         model: on the CPU, so that it need not fit the device; changed in place.
         device: where it goes.
     """
+    from torch.distributed.fsdp import fully_shard
+
     use_whole_batches(model)
     mesh = dist.init_device_mesh(device.type, (process()[1],))
     for module in list(model.modules()):
@@ -139,10 +141,33 @@ def shard(model: nn.Module, device: torch.device) -> nn.Module:
     return model.to(device)  # buffers
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` has divided a model."""
+    if process()[1] == 1:
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor of a sharded model; any other tensor as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def put_together(tensor: Tensor) -> Tensor:
+    """A tensor of a sharded model from the parts of all processes; any other tensor as it is."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The weights of a model; of a sharded one they come together in the first process, and the others get none."""
-    if not isinstance(model, FSDPModule):
+    if not is_sharded(model):
         return model.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
     options: Any = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights: dict[str, Any] = get_model_state_dict(model, options=options)
     return weights
@@ -158,8 +183,8 @@ def use_whole_batches(model: nn.Module) -> None:
 @contextmanager
 def add_gradients(network: nn.Module, now: bool) -> Iterator[None]:
     """Around a backward pass: add up gradients over all processes now, or with those of a later pass."""
-    if isinstance(network, FSDPModule):
-        network.set_requires_gradient_sync(now)
+    if is_sharded(network):
+        network.set_requires_gradient_sync(now)  # type: ignore[operator]
         yield
     elif now or process()[1] == 1:
         yield

@@ -11,10 +11,8 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from vit_scratch.training import distributed, shards
+from vit_scratch.training import distributed
 from vit_scratch.training.checkpoint import TrainingStates
 from vit_scratch.training.compute import PETA
 from vit_scratch.training.ema import ExponentialMovingAverage
@@ -141,8 +139,7 @@ def fit(
 
     def dump(fault: str) -> NoReturn:
         """Write what is known about a training that can't go on, and stop it."""
-        values = ((n, p.to_local() if isinstance(p, DTensor) else p) for n, p in model.named_parameters())
-        broken = [name for name, value in values if not value.isfinite().all()]
+        broken = [n for n, p in model.named_parameters() if not distributed.own_part(p).isfinite().all()]
         # JSON knows no NaN.
         rows = [{k: v if math.isfinite(v) else str(v) for k, v in row.items()} for row in recent]
         path = log.write("nonfinite.json", {"fault": fault, "parameters": broken, "updates": rows})
@@ -178,7 +175,9 @@ def fit(
 
     def save() -> None:
         settle()
-        if isinstance(model, FSDPModule):
+        if distributed.is_sharded(model):
+            from vit_scratch.training import shards  # late: torch's part of it takes a second
+
             shards.save(states.shards(progress.update), model, optimizers)
         state = capture(progress, model, optimizers, scaler, ema, device)
         if distributed.is_first():
@@ -209,8 +208,7 @@ def fit(
                     parts.append((value.detach(), correct))
                 for optimizer in optimizers:
                     scaler.unscale_(optimizer)
-                norm = nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
-                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                norm = distributed.put_together(nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf))
                 # Under fp16 an update that overflows is left out as a whole, not by those optimizers that it concerns.
                 if not scaler.is_enabled() or math.isfinite(norm):
                     for optimizer in optimizers:
@@ -287,7 +285,7 @@ def capture(
 
     Weights and optimizer state of a sharded model are not among it.
     """
-    sharded = isinstance(model, FSDPModule)
+    sharded = distributed.is_sharded(model)
     return {
         "progress": asdict(progress),
         "model": None if sharded else model.state_dict(),
@@ -314,7 +312,9 @@ def restore(
     states: TrainingStates,
 ) -> Progress:
     """Put back what `capture` returned, and what `states` has in shards."""
-    if isinstance(model, FSDPModule):
+    if distributed.is_sharded(model):
+        from vit_scratch.training import shards
+
         shards.load(states.shards(state["progress"]["update"]), model, optimizers)
     else:
         model.load_state_dict(state["model"])
