@@ -1,7 +1,5 @@
 """The README's examples run, and print what it says."""
 
-import contextlib
-import io
 import re
 import shlex
 import subprocess
@@ -9,32 +7,24 @@ import sys
 from pathlib import Path
 
 import pytest
+from examples import Example, blocks, examples, run
 
 from vit_scratch import cli
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-
-
 NAMES = ["vision", "backbone", "detector", "encoder_decoder", "generation", "conversion", "timm"]
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=NAMES)
-def test_import_examples_print_what_their_comments_say(code: str) -> None:
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        exec(compile(code, "README.md", "exec"), {})
-    expected = re.findall(r"^print.*  # (.*)$", code, re.MULTILINE)
-    assert output.getvalue().splitlines() == expected
-    assert expected
+@pytest.mark.parametrize("example", examples(TEXT), ids=NAMES)
+def test_import_examples_print_what_their_comments_say(example: Example) -> None:
+    assert run(example, "README.md", {}) == example.stated
+    assert example.stated
 
 
 def test_train_and_evaluate_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = [line for block in blocks("bash") for line in block.splitlines()]
+    commands = [line for block in blocks(TEXT, "bash") for line in block.splitlines()]
     train = next(c for c in commands if c.startswith("python train.py --config configs/digits.yaml"))
     evaluate = next(c for c in commands if c.startswith("python evaluate.py"))
     monkeypatch.chdir(tmp_path)
@@ -51,7 +41,7 @@ def test_every_train_example_names_a_configuration_that_is_there_and_is_valid() 
         add_config(parser, ClassificationConfig)
         return parser
 
-    commands = [shlex.split(line) for block in blocks("bash") for line in block.splitlines()]
+    commands = [shlex.split(line) for block in blocks(TEXT, "bash") for line in block.splitlines()]
     trains = [c for c in commands if c[:2] == ["python", "train.py"]]
     assert len(trains) >= 3
     for command in trains:
