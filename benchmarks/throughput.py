@@ -152,23 +152,12 @@ class Contestant:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
     def peak(self) -> float:
-        """The most operations per second that matrix products reach here, over a few large ones."""
+        """The most operations per second that matrix products reach here."""
         import torch
 
-        from vit_scratch.transformer.linear import linear
+        from vit_scratch.tasks.profile import matrix_product_peak
 
-        best = 0.0
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        for rows, width in ((2048, 2048), (4096, 1024), (8192, 512)) if self.device.type == "cpu" else ((8192, 8192),):
-            a, b = (torch.randn(n, width, device=self.device, dtype=dtype) for n in (rows, width))
-            for product in (lambda a=a, b=b: a @ b.t(), lambda a=a, b=b: linear(a, b)):
-                for _ in range(8):
-                    began = time.perf_counter()
-                    product()
-                    if self.device.type == "cuda":
-                        torch.cuda.synchronize()
-                    best = max(best, 2 * rows * width * width / (time.perf_counter() - began))
-        return best
+        return matrix_product_peak(self.device, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
 
 
 def serve(connection: Connection, name: str, device: str, threads: int | None) -> None:

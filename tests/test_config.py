@@ -11,6 +11,8 @@ from vit_scratch.config import (
     FREE_TO_CHANGE,
     ClassificationConfig,
     EvaluateConfig,
+    ExportConfig,
+    ProfileConfig,
     SequenceConfig,
     TranslateConfig,
     build_from_dict,
@@ -312,6 +314,8 @@ HELP = {
     SequenceConfig: ["train", "--task", "sequence"],
     EvaluateConfig: ["evaluate"],
     TranslateConfig: ["translate"],
+    ExportConfig: ["export"],
+    ProfileConfig: ["profile"],
 }
 
 

@@ -1,4 +1,4 @@
-"""The command `vit-scratch train | evaluate | translate | convert`; `train.py` and `evaluate.py` call it too.
+"""The command `vit-scratch COMMAND ...`, whose commands `USAGE` lists; `train.py` and `evaluate.py` call it too.
 
 Exit status: 0 when done; 2 for input that can't work, before any work is done; 1 for what goes wrong later; 128 + the
 signal's number when stopped by a signal. With VIT_SCRATCH_TRACEBACK=1 in the environment errors show where they arose.
@@ -14,10 +14,14 @@ from pathlib import Path
 from types import ModuleType
 
 from vit_scratch.config import (
+    FOR_IMAGES,
     TASKS,
     ConvertConfig,
     EvaluateConfig,
+    ExportConfig,
     Parser,
+    PredictConfig,
+    ProfileConfig,
     TranslateConfig,
     add_config,
     build,
@@ -31,8 +35,11 @@ USAGE = """usage: vit-scratch COMMAND ...
 commands:
   train      train a Vision Transformer, or an encoder-decoder on sequences, and report how good it is
   evaluate   evaluate a trained model
+  predict    say what is on images, and what the model looks at
   translate  translate sentences with a trained model
   convert    turn a Vision Transformer of timm, torchvision or transformers into one of ours, or one of ours into theirs
+  export     write a trained model as a program for ONNX Runtime or PyTorch, which needs nothing of this package
+  profile    show what each part of a Vision Transformer costs, and how fast it is on this machine
 
 vit-scratch COMMAND --help lists the fields of a command."""
 
@@ -90,10 +97,24 @@ def evaluate(arguments: list[str], prog: str) -> int:
     check_folder("json", config.json)
     source = values.checkpoint
     task = "classification" if is_saved(source) else task_of(weights_file(Path(source)), list(TASKS))
-    if config.probe and task != "classification":
-        raise ValueError("probe=true is for the features of images, and this is a model for sequences")
+    for name in FOR_IMAGES if task != "classification" else ():
+        if getattr(config, name):
+            raise ValueError(f"{name}={getattr(config, name)} is for models of images, and this is one for sequences")
     task_module(task).evaluate(config, source)
     return 0
+
+
+def predict(arguments: list[str], prog: str) -> int:
+    """The command `predict`; returns the exit status: 1 where an image can't be read."""
+    parser = Parser(prog=prog, description="Say what is on images, with a trained classifier.")
+    parser.add_argument(
+        "images", nargs="*", type=str, help="Image files, and folders of them; without, a path a line of the input."
+    )
+    parser.add_argument("--json", action="store_true", help="Print an object of JSON for each image, a line each.")
+    parser.add_class_arguments(PredictConfig, None)
+    values = parse(parser, arguments)
+    config = build(PredictConfig, values)
+    return task_module("predict").predict(config, values.images or input_lines(), as_json=values.json)
 
 
 def translate(arguments: list[str], prog: str) -> int:
@@ -136,6 +157,46 @@ def convert(arguments: list[str], prog: str) -> int:
     return 0
 
 
+def export(arguments: list[str], prog: str) -> int:
+    """The command `export`; returns the exit status."""
+    parser = Parser(prog=prog, description="Write a trained model as a program that runs without this package.")
+    parser.add_argument(
+        "source",
+        type=str,
+        help="Folder of a run (its last weights), a .safetensors file, a folder that save_pretrained wrote, weights of "
+        "this package, or such as timm:vit_tiny_patch16_224.",
+    )
+    parser.add_argument(
+        "destination",
+        type=str,
+        help="What to write: an .onnx file for ONNX Runtime, a .pt2 file for torch.export, or for a sequence model a "
+        "folder with two .onnx files.",
+    )
+    parser.add_class_arguments(ExportConfig, None)
+    values = parse(parser, arguments)
+    config = build(ExportConfig, values)
+    task_module("export").export(config, values.source, Path(values.destination))
+    return 0
+
+
+def profile(arguments: list[str], prog: str) -> int:
+    """The command `profile`; returns the exit status."""
+    parser = Parser(
+        prog=prog, description="Show what each part of a Vision Transformer costs, and how fast it is here."
+    )
+    parser.add_argument(
+        "source",
+        type=str,
+        help="A preset such as tiny_patch4_32, or a trained model: folder of a run, .safetensors file, folder that "
+        "save_pretrained wrote, weights of this package, or such as timm:vit_tiny_patch16_224.",
+    )
+    parser.add_class_arguments(ProfileConfig, None)
+    values = parse(parser, arguments)
+    config = build(ProfileConfig, values)
+    task_module("profile").profile(config, values.source)
+    return 0
+
+
 def input_lines() -> Iterator[str]:
     """The lines of the standard input. Raises ValueError at the first that is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, 1):
@@ -145,7 +206,15 @@ def input_lines() -> Iterator[str]:
             raise ValueError(f"line {number} of the input is not UTF-8 ({error.reason}); convert it first") from error
 
 
-COMMANDS = {"train": train, "evaluate": evaluate, "translate": translate, "convert": convert}
+COMMANDS = {
+    "train": train,
+    "evaluate": evaluate,
+    "predict": predict,
+    "translate": translate,
+    "convert": convert,
+    "export": export,
+    "profile": profile,
+}
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:

@@ -459,6 +459,18 @@ class EvaluateConfig:
     """Which data: those for testing, or those held out to select models on."""
     probe: bool = False
     """Evaluate the features instead of the head: nearest neighbours and a linear map, fitted to the training images."""
+    report: str | None = None
+    """Also write a report into this folder: report.html, which holds everything, and its pictures and tables."""
+    seeds: list[str] = field(default_factory=list)
+    """Other trainings of the same recipe, whose accuracy is averaged with this one's: [RUN, RUN]."""
+    flips: bool = False
+    """Also evaluate the mean of the logits of each image and its mirror image."""
+    robustness: bool = False
+    """Also evaluate on images with noise, blur, other brightness and contrast, compression and coarse pixels."""
+    cifar10_c: str | None = None
+    """Folder of CIFAR-10-C, to evaluate on it, too."""
+    cifar10_1: str | None = None
+    """Folder of CIFAR-10.1, likewise."""
     json: str | None = None
     """Also write all results into this file."""
     out: str | None = None
@@ -475,6 +487,10 @@ class EvaluateConfig:
         check_at_least({"batch_size": (self.batch_size, 1)})
 
 
+FOR_IMAGES = ("probe", "report", "seeds", "flips", "robustness", "cifar10_c", "cifar10_1")
+"""Fields of `EvaluateConfig` that are for models of images only."""
+
+
 @dataclass
 class TranslateConfig:
     """A translation of sentences."""
@@ -484,6 +500,25 @@ class TranslateConfig:
     device: str = "auto"
     """cuda, mps, cpu, or auto for the first of them that is there."""
     decode: DecodeOverrides = field(default_factory=DecodeOverrides)
+
+
+@dataclass
+class PredictConfig:
+    """What a trained model says about images."""
+
+    checkpoint: str = "cifar10-tiny"
+    """Folder of a run (its last weights), a .safetensors file, a folder that save_pretrained wrote, weights of this
+    package, or such as timm:vit_tiny_patch16_224."""
+    top: int = 5
+    """How many classes to name for each image."""
+    attention: str | None = None
+    """Folder for a picture of each image with what the model looks at."""
+    device: str = "auto"
+    """cuda, mps, cpu, or auto for the first of them that is there."""
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        check_at_least({"top": (self.top, 1)})
 
 
 @dataclass
@@ -502,6 +537,32 @@ class ConvertConfig:
     """Write weights in half precision (float16), for vit_scratch only: half the size, and computed in float32 again."""
     about: str | None = None
     """A sentence for the model card of a folder, such as on which data the model was trained."""
+
+
+@dataclass
+class ExportConfig:
+    """An export of a trained model, for use without this package."""
+
+    quantize: bool = False
+    """Images, as .onnx: 8-bit integers for the weights of linear maps, for CPUs; about a quarter of the size."""
+    evaluate: bool = False
+    """Images, for a run: measure the accuracy on its test images, before and after."""
+
+
+@dataclass
+class ProfileConfig:
+    """A profile of a Vision Transformer: what its parts cost, and how fast it is here."""
+
+    batch_size: int = 64
+    """Images per step of what is measured."""
+    json: str | None = None
+    """Also write all figures into this file."""
+    device: str = "auto"
+    """cuda, mps, cpu, or auto for the first of them that is there."""
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        check_at_least({"batch_size": (self.batch_size, 1)})
 
 
 class Parser(ArgumentParser):

@@ -102,7 +102,7 @@ def test_what_can_not_be_probed_is_said(tmp_path, capsys):
     assert "nothing does not exist" in capsys.readouterr().err
     save_weights(tmp_path / "text.safetensors", {"a": torch.zeros(1)}, {"task": "sequence"})
     assert cli.main(["evaluate", str(tmp_path / "text.safetensors"), "--probe", "true"]) == 2
-    assert "probe=true is for the features of images" in capsys.readouterr().err
+    assert "probe=True is for models of images" in capsys.readouterr().err
     model = create_vit(dim=16, depth=1, heads=2, image_size=8, patch_size=4)
     model.save_pretrained(tmp_path / "bare")
     assert cli.main(["evaluate", str(tmp_path / "bare"), "--probe", "true", "--data.kind", "digits"]) == 2

@@ -1,13 +1,23 @@
-"""Pictures of a training and of its result."""
+"""Pictures of a training and of its result.
+
+Shapes: H heads, C channels.
+"""
 
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from PIL import Image
+
+from vit_scratch.evaluation.calibration import Reliability
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+MARKERS = "os^vDPX*"
+"""A mark for each colour, for those who see none."""
 
 
 def plot_curves(rows: list[dict], path: Path) -> None:
@@ -89,3 +99,113 @@ def plot_confusion(confusion: np.ndarray, classes: list[str], title: str, path: 
                 colour = "white" if share[row, column] > 0.5 else "black"
                 axes.text(column, row, confusion[row, column], ha="center", va="center", color=colour, fontsize=9)
     figure.savefig(path, dpi=120 if count <= 30 else 200)
+
+
+def plot_reliability(tables: dict[str, Reliability], path: Path) -> None:
+    """Accuracy by confidence, a panel for each table, with the share of the images in each bin below it."""
+    figure = Figure(figsize=(4.2 * len(tables), 5), layout="constrained")
+    grid = figure.subplots(2, len(tables), squeeze=False, sharex=True, sharey="row", height_ratios=(3, 1))
+    for (upper, lower), (title, table) in zip(grid.T, tables.items(), strict=True):
+        middles, width = (table.edges[:-1] + table.edges[1:]) / 2, table.edges[1]
+        upper.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="confidence = accuracy")
+        upper.bar(middles, np.nan_to_num(table.accuracy), width * 0.9, color=COLOURS[0], label="accuracy")
+        upper.plot(table.confidence, table.confidence, "_", color=COLOURS[1], markersize=14, label="mean confidence")
+        upper.set(title=f"{title}: ECE {100 * table.error:.2f} %", xlim=(0, 1), ylim=(0, 1))
+        upper.legend(loc="upper left", fontsize=8)
+        lower.bar(middles, 100 * table.count / table.count.sum(), width * 0.9, color=COLOURS[7])
+        lower.set(xlabel="confidence")
+    grid[0, 0].set(ylabel="accuracy")
+    grid[1, 0].set(ylabel="images (%)")
+    figure.savefig(path, dpi=120)
+
+
+def plot_images(images: list[np.ndarray], captions: list[str], path: Path, columns: int = 8) -> None:
+    """Images with a caption each, in rows.
+
+    Args:
+        images: bytes (height, width, C), C being 1, 3 or 4.
+        captions: of one or two lines.
+        columns: images in a row.
+    """
+    rows = max(-(-len(images) // columns), 1)
+    figure = Figure(figsize=(1.5 * columns, 1.95 * rows), layout="constrained")
+    for axes in figure.subplots(rows, columns, squeeze=False).flat:
+        axes.set_axis_off()
+    for axes, image, caption in zip(figure.axes, images, captions, strict=False):
+        show(axes, image)
+        axes.set_title(caption, fontsize=8, parse_math=False)
+    figure.savefig(path, dpi=120)
+
+
+def plot_robustness(accuracies: dict[str, list[float]], clean: float, path: Path) -> None:
+    """Accuracy by strength, a line for each kind of corruption, from the clean images at strength 0 on."""
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for i, (name, values) in enumerate(accuracies.items()):
+        line = ("-", "--", ":")[i // len(COLOURS) % 3]
+        axes.plot(
+            100 * np.array([clean, *values]),
+            label=name,
+            color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)],
+            linestyle=line,
+            markersize=5,
+        )
+    axes.set(xlabel="strength", ylabel="accuracy (%)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper")
+    figure.savefig(path, dpi=120)
+
+
+def plot_seen(images: list[np.ndarray], seen: list[np.ndarray], titles: list[list[str]], path: Path) -> None:
+    """What a classifier looks at: for each image a row, or more, with the image and then maps of weights over it.
+
+    Args:
+        images: bytes (height, width, C).
+        seen: for each image, maps (maps, rows, columns) of weights of its patches, each summing to 1.
+        titles: for each image, what stands over it and over each of its maps.
+        path: of the picture.
+    """
+    columns = min(max(len(words) for words in titles), 8)
+    rows = [-(-len(words) // columns) for words in titles]
+    figure = Figure(figsize=(1.7 * columns, 2.0 * sum(rows)), layout="constrained")
+    grid = figure.subplots(sum(rows), columns, squeeze=False)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for i, (image, maps, words) in enumerate(zip(images, seen, titles, strict=True)):
+        panels = grid[sum(rows[:i]) : sum(rows[: i + 1])].flatten()
+        show(panels[0], image)
+        for axes, weights in zip(panels[1:], maps, strict=False):
+            axes.imshow(overlay(image, weights))
+        for axes, title in zip(panels, words, strict=False):
+            axes.set_title(title, fontsize=8, parse_math=False)
+    figure.savefig(path, dpi=120)
+
+
+def short(name: str) -> str:
+    """A name that fits a caption."""
+    return name if len(name) <= 14 else name[:13] + "…"
+
+
+def overlay(image: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """A grey version of an image (height, width, C) with weights (rows, columns) as colours over it.
+
+    Yellow is the highest weight of the map, dark blue is 0; cividis looks alike to all kinds of colour vision.
+    """
+    height, width = image.shape[:2]
+    share = np.asarray(
+        Image.fromarray((255 * weights / max(float(weights.max()), 1e-9)).astype(np.uint8)).resize(
+            (width, height), Image.Resampling.BILINEAR
+        )
+    )
+    grey = image[..., :3].mean(axis=2, keepdims=True) / 255
+    colours = mpl.colormaps["cividis"](share)[..., :3]
+    mixed: np.ndarray = 0.35 * grey + 0.65 * colours
+    return mixed
+
+
+def show(axes: Axes, image: np.ndarray) -> None:
+    """Draw an image (height, width, C) of bytes."""
+    axes.imshow(image[..., 0] if image.shape[2] == 1 else image, cmap="gray", vmin=0, vmax=255)

@@ -3,46 +3,34 @@
 Shapes: B batch, C channels.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit_scratch.config import (
-    ClassificationConfig,
-    DataConfig,
-    EvaluateConfig,
-    ModelConfig,
-)
-from vit_scratch.data.augmentation import BatchTransform, SmallerFirst, sample_transform
+from vit_scratch.config import FOR_IMAGES, ClassificationConfig, EvaluateConfig, ModelConfig
+from vit_scratch.data.augmentation import SmallerFirst
 from vit_scratch.data.images import CHANNELS, Mode
-from vit_scratch.data.loaders import (
-    HeldImages,
-    ImageFormat,
-    Loader,
-    channel_statistics,
-    make_loader,
-    open_images,
-)
-from vit_scratch.data.sources import NATIVE, ImageDataset, ImageSource, load
-from vit_scratch.evaluation.classification import evaluate_classifier
+from vit_scratch.data.loaders import ImageFormat, Loader
+from vit_scratch.data.sources import NATIVE, load
+from vit_scratch.evaluation.calibration import fit_temperature
+from vit_scratch.evaluation.classification import ClassificationResult, evaluate_classifier
 from vit_scratch.evaluation.plots import plot_confusion
 from vit_scratch.evaluation.probes import NEIGHBOURS, collect, linear_probe, nearest_neighbours
-from vit_scratch.tasks.classifier import IMAGENET, Classifier, is_run, load_classifier, read_classifier
+from vit_scratch.tasks.classifier import Classifier, is_run, load_classifier, read_classifier
+from vit_scratch.tasks.generalisation import measure_extras, open_extras
+from vit_scratch.tasks.image_data import evaluation_images, prepare
+from vit_scratch.tasks.report import write_report
 from vit_scratch.tasks.run import open_run, refuse_overrides, train_model, weights_file, write_json
 from vit_scratch.training import distributed
 from vit_scratch.training.device import pick_precision, use_deterministic_algorithms
 from vit_scratch.vision.patch_embedding import as_pair
 from vit_scratch.vision.vit import VisionTransformer, create_vit, vit_arguments
-
-MEMORY_LIMIT = 2 * 1024**3
-"""Bytes of images that are held in memory unless the configuration says otherwise."""
-EVALUATION_BATCH = 256
-"""Images per forward pass in evaluation during training, as `EvaluateConfig` has it."""
 
 
 def smoothed_cross_entropy(smoothing: float, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,6 +136,12 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
     if stopped is not None:
         return stopped
 
+    if data.val is not None:
+        network = model.to(device).eval()
+        logits, labels = (
+            np.concatenate(p) for p in zip(*distributed.gather(collect(network, data.val.batches())), strict=True)
+        )
+        summary["temperature"] = fit_temperature(logits, labels)
     if data.test is None:
         print(f"there are no test images in {config.data.root}, so there is no test accuracy")
     else:
@@ -159,9 +153,9 @@ def train(config: ClassificationConfig, out: Path, *, resume: bool = False) -> i
             trained, described = load_classifier(path)
             if sharded:
                 distributed.shard(trained, device)
-            summary[key] = report(
-                str(path), trained, described["classes"], data.test, "test", out / folder, device, label
-            )
+            classes = described["classes"]
+            result = measure(trained, classes, data.test, out / folder, device, label)
+            summary[key] = {"checkpoint": str(path), "split": "test"} | result.to_dict(classes)
     if distributed.is_first():
         write_json(out / "summary.json", summary)
     return None
@@ -276,153 +270,38 @@ def model_arguments(
     return {"preset": config.model.preset} | vit_arguments(config.model.preset, **given)
 
 
-@dataclass
-class Data:
-    """The loaders of a run, and what they found."""
-
-    train: Loader
-    val: Loader | None
-    test: Loader | None
-    mean: list[float]
-    std: list[float]
-    notes: list[str]
-
-    def identity(self) -> dict[str, Any]:
-        """What tells these data from others: how many images there are, and their statistics."""
-        counts = {n: loader.count if loader else 0 for n, loader in (("train", self.train), ("val", self.val))}
-        return counts | {"mean": self.mean, "std": self.std}
-
-
-def prepare(
-    config: ClassificationConfig,
-    dataset: ImageDataset,
-    form: ImageFormat,
-    device: torch.device,
-    initial: Classifier | None = None,
-) -> Data:
-    """Read a data set and wrap it for training and evaluation, normalised as the model to begin with was trained.
-
-    Raises:
-        ImageError: images that can't be read, unless they are to be skipped.
-        ValueError: a hold-out that is not possible.
-    """
-    dataset.hold_out(config.data.hold_out, config.data.split_seed)
-    in_memory = hold_in_memory(config.data, form, sum(len(s) for s in (dataset.train, dataset.val, dataset.test) if s))
-    train, notes = open_part("train", dataset.train, config.data, form, in_memory)
-    if initial is not None:
-        mean, std = initial.mean, initial.std
-    elif isinstance(train, HeldImages):
-        mean, std = channel_statistics(train.images)
-    else:
-        mean, std = IMAGENET if form.mode == "RGB" else ([0.5] * CHANNELS[form.mode], [0.25] * CHANNELS[form.mode])
-    a = config.augment
-    augmented = BatchTransform(
-        mean,
-        std,
-        policy=a.policy,
-        magnitude=a.magnitude,
-        shift=a.shift,
-        padding=a.padding,
-        flip=a.flip,
-        erase=a.erase,
-        mixup=a.mixup,
-        cutmix=a.cutmix,
-        num_classes=len(dataset.classes),
-    )
-    train_loader = make_loader(
-        train,
-        form,
-        config.train.batch_size,
-        augmented,
-        sample_transform=sample_transform(
-            form.image_size,
-            min_crop_area=a.min_crop_area,
-            interpolation=form.interpolation,
-        ),
-        crops=a.min_crop_area < 1,
-        seed=config.seed,
-        workers=config.data.workers,
-        device=device,
-        share=distributed.process(),
-    )
-    loaders: dict[str, Loader | None] = {}
-    for part, source in (("val", dataset.val), ("test", dataset.test)):
-        loader = None
-        if source is not None:
-            images, faults = open_part(part, source, config.data, form, in_memory)
-            notes += faults
-            loader = make_loader(
-                images,
-                form,
-                EVALUATION_BATCH,
-                BatchTransform(mean, std),
-                workers=config.data.workers,
-                device=device,
-                share=distributed.process(),
-            )
-        loaders[part] = loader
-    return Data(train_loader, loaders["val"], loaders["test"], mean, std, [*dataset.notes, *notes])
-
-
-def hold_in_memory(data: DataConfig, form: ImageFormat, count: int) -> bool:
-    """Whether so many images are to be held in memory."""
-    if data.in_memory is not None:
-        return data.in_memory
-    height, width = form.image_size
-    return max(height, width) <= 64 and count * CHANNELS[form.mode] * height * width <= MEMORY_LIMIT
-
-
-def open_part(
-    part: str, source: ImageSource, data: DataConfig, form: ImageFormat, in_memory: bool
-) -> tuple[ImageSource | HeldImages, list[str]]:
-    """`open_images`, and a note on the images that were left out. Raises ImageError, also where no image is left."""
-    images, faults = open_images(source, form, in_memory=in_memory, skip_broken=data.skip_broken)
-    if not len(images):
-        raise ValueError(f"none of the {len(source)} {part} images can be read")
-    listed = "".join(f"\n  {fault}" for fault in faults)
-    return images, [f"left out {len(faults)} {part} images that can't be read:{listed}"] if faults else []
-
-
-def report(
-    name: str,
+def measure(
     model: VisionTransformer,
     classes: list[str],
     loader: Loader,
-    split: str,
     folder: Path,
     device: torch.device,
-    label: str | None = None,
-) -> dict[str, Any]:
+    label: str,
+) -> ClassificationResult:
     """Evaluate a model, write results and confusion matrix, and print them.
 
     Args:
-        name: what the results call the model.
         model: the model.
         classes: names of its classes.
         loader: the images.
-        split: what they are called, "test" or "val".
         folder: where results and pictures go.
         device: where to compute.
-        label: what the printed sentence calls it; `split` where None.
-
-    Returns:
-        All results as plain values.
+        label: what the printed sentence calls the images.
     """
     result = evaluate_classifier(model.to(device), loader.batches(), len(classes), loader.count, distributed.gather)
-    values = {"checkpoint": name, "split": split} | result.to_dict(classes)
     if not distributed.is_first():
-        return values
+        return result
     result.write(folder, classes)
-    sentence = f"{label or split} accuracy {100 * result.accuracy:.2f} % ({result.correct}/{result.count})"
+    sentence = f"{label} accuracy {100 * result.accuracy:.2f} % ({result.correct}/{result.count})"
     plot_confusion(result.confusion, classes, sentence, folder / "confusion_matrix.png")
-    for entry in values["classes"][:20]:
+    for entry in result.to_dict(classes)["classes"][:20]:
         accuracy = "no images" if entry["accuracy"] is None else f"{100 * entry['accuracy']:.2f} %"
         print(f"  {entry['class']:<20} {accuracy:>10}  of {entry['count']}")
     print(f"confusion matrix and results: {folder}")
     top5 = "" if result.correct_top5 is None else f", top-5 {100 * result.correct_top5 / result.count:.2f} %"
     print(f"loss {result.loss:.4f}{top5}")
     print(sentence)
-    return values
+    return result
 
 
 def evaluate(config: EvaluateConfig, source: str) -> None:
@@ -439,84 +318,46 @@ def evaluate(config: EvaluateConfig, source: str) -> None:
     refuse_overrides(config, {"data.test", "data.skip_empty", "decode.beams", "decode.length_penalty"}, "images")
     device = distributed.join(config.device)
     classifier = read_classifier(source)[1]
-    if config.probe and distributed.process()[1] > 1:
-        raise ValueError("probe=true works in one process; start it without torchrun")
+    asked = [name for name in FOR_IMAGES if getattr(config, name)]
+    if asked and distributed.process()[1] > 1:
+        raise ValueError(f"{asked[0]}={getattr(config, asked[0])} works in one process; start it without torchrun")
+    if config.probe and len(asked) > 1:
+        other = next(name for name in asked if name != "probe")
+        raise ValueError(f"{other}={getattr(config, other)} is for the model's head; leave it out, or probe=true")
     if not classifier.classes and not config.probe:
         raise ValueError(
             f"the model in {source} has no classifier, so there is no accuracy to measure; --probe true fits one"
         )
-    changed = {k: v for k, v in asdict(config.data).items() if v is not None}
-    data = replace(classifier.data, **changed)
-    with distributed.first_here_first():
-        dataset = load(
-            data.kind,
-            data.root,
-            image_size=classifier.form.image_size,
-            fake_images=data.fake_images,
-            classes=None if config.probe else classifier.classes,
-            parts=("train", config.split) if config.probe or config.split == "val" else ("test",),
-            allow_missing_classes=data.allow_missing_classes,
-        )
-    if config.split == "val":
-        dataset.hold_out(data.hold_out, data.split_seed)
-    for note in [*[f"data.{k} is {v}, other than in training" for k, v in changed.items()], *dataset.notes]:
-        print(f"note: {note}")
-    parts: dict[str, ImageSource | None] = {"train": dataset.train} if config.probe else {}
-    parts[config.split] = dataset.val if config.split == "val" else dataset.test
-    loaders = {
-        part: evaluation_loader(config, classifier, data, part, images, device) for part, images in parts.items()
-    }
+    if config.report and Path(config.report).exists() and not Path(config.report).is_dir():
+        raise ValueError(f"report={config.report} is a file; choose a folder")
+    extras = open_extras(config, classifier)
+    parts: list[str] = ["train", config.split] if config.probe else [config.split]
+    optional = ["val"] if config.report and config.split != "val" else []  # a report's temperature is fitted to these
+    images = evaluation_images(config, classifier, parts, device, optional=optional)
+    path = Path(source)
     if config.probe:
-        values = report_probes(classifier.model.to(device), loaders["train"], loaders[config.split], config.split)
-        values["checkpoint"] = source
+        train_loader, loader = images.loader("train"), images.loader(config.split)
+        values: dict[str, Any] = {"checkpoint": source}
+        values |= report_probes(classifier.model.to(device), train_loader, loader, config.split)
     else:
-        path = Path(source)
         if path.is_dir():
             home, name = path, "last"
         elif path.is_file():
             home, name = path.parent, path.stem
         else:
             home, name = Path(), source.replace(":", "_").replace("/", "_")
-        words = (name, config.split, Path(data.root).name if {"kind", "root"} & changed.keys() else "test")
+        words = (name, config.split, Path(images.data.root).name if images.changed else "test")
         folder_name = "_".join(["evaluation", *[w for w in words if w not in ("last", "test")]])
         folder = Path(config.out) if config.out else home / folder_name
-        values = report(
-            str(weights_file(path) if is_run(path) else source),
-            classifier.model,
-            classifier.classes,
-            loaders[config.split],
-            config.split,
-            folder,
-            device,
-        )
+        loader = images.loader(config.split)
+        result = measure(classifier.model, classifier.classes, loader, folder, device, config.split)
+        values = {"checkpoint": str(weights_file(path) if is_run(path) else source), "split": config.split}
+        values |= result.to_dict(classifier.classes)
+        values |= measure_extras(config, source, images, extras, result, Path(config.report or folder))
+        if config.report:
+            write_report(Path(config.report), source, images, config.split, result, values)
     if config.json and distributed.is_first():
         write_json(Path(config.json), values)
-
-
-def evaluation_loader(
-    config: EvaluateConfig,
-    classifier: Classifier,
-    data: DataConfig,
-    part: str,
-    images: ImageSource | None,
-    device: torch.device,
-) -> Loader:
-    """Batches of a part of a data set, prepared as the model was trained. Raises ValueError where there are none."""
-    if images is None:
-        raise ValueError(f"{data.kind} in {data.root} has no {part} images; choose another --split or --data.root")
-    opened, notes = open_part(part, images, data, classifier.form, hold_in_memory(data, classifier.form, len(images)))
-    for note in notes:
-        print(f"note: {note}")
-    transform = BatchTransform(classifier.mean, classifier.std)
-    return make_loader(
-        opened,
-        classifier.form,
-        config.batch_size,
-        transform,
-        workers=data.workers,
-        device=device,
-        share=distributed.process(),
-    )
 
 
 def report_probes(model: VisionTransformer, train: Loader, test: Loader, split: str) -> dict[str, Any]:

@@ -1,16 +1,25 @@
-"""A trained image classifier, wherever it is from: a run, a saved folder, this package, or another library."""
+"""A trained image classifier, wherever it is from: a run, a saved folder, this package, or another library.
+
+Shapes: B batch, C channels, H heads.
+"""
 
 import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor, nn
 
 from vit_scratch.config import ClassificationConfig, DataConfig, build_from_dict
+from vit_scratch.data.augmentation import BatchTransform
 from vit_scratch.data.images import Mode
 from vit_scratch.data.loaders import ImageFormat
+from vit_scratch.evaluation.attention import attention_maps, rollout, seen_patches
 from vit_scratch.tasks.run import load_model, weights_file
 from vit_scratch.vision.conversion import ConversionError
 from vit_scratch.vision.hub import PACKAGED
@@ -33,6 +42,7 @@ class Classifier:
         form: how images must look.
         mean, std: of each channel, of pixels from 0 to 1; images are normalised with them.
         results: sentences on what was measured.
+        temperature: what logits are divided by for calibrated probabilities; None where that is not known.
         half: write the weights in half precision, to which they have been rounded.
         data: what it was trained on, where that is known.
     """
@@ -43,8 +53,30 @@ class Classifier:
     mean: list[float]
     std: list[float]
     results: list[str] = field(default_factory=list)
+    temperature: float | None = None
     half: bool = False
     data: DataConfig = field(default_factory=lambda: DataConfig(kind="imagefolder"))
+
+    def normalised(self, pixels: Sequence[np.ndarray]) -> Tensor:
+        """Bytes (height, width, C) of each image -> what the model takes, (B, C, height, width)."""
+        images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
+        return BatchTransform(self.mean, self.std)(images, torch.zeros(len(images)))[0]
+
+
+def attention_of(model: VisionTransformer, images: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """What a model looks at in images (B, C, height, width), which must be on its device.
+
+    Returns:
+        For each patch its share in what the classifier reads: by rollout through all layers (B, rows, columns), and
+        for each head of the last layer (B, H, rows, columns); each sums to 1.
+    """
+    maps = list(attention_maps(model, images).values())
+    rows, _ = model.grid_of(images)
+    flow, heads = (
+        seen_patches(weights.float(), model.num_prefix_tokens, model.pooling).cpu().numpy()
+        for weights in (rollout(maps), maps[-1])
+    )
+    return rearrange(flow, "b (n m) -> b n m", n=rows), rearrange(heads, "b h (n m) -> b h n m", n=rows)
 
 
 def load_classifier(path: Path) -> tuple[VisionTransformer, dict[str, Any]]:
@@ -91,9 +123,13 @@ def read_classifier(
             ) from error
         look = dict(description["preprocessing"])
         form = ImageFormat(look["mode"], tuple(look["image_size"]), look["interpolation"])
-        results = measured(path, description)
+        summary = read_summary(path)
+        results = measured(path, description, summary)
+        temperature = description.get("temperature", summary.get("temperature"))
         data = build_from_dict(ClassificationConfig, description["config"]).data
-        return model, Classifier(model, description["classes"], form, look["mean"], look["std"], results, data=data)
+        return model, Classifier(
+            model, description["classes"], form, look["mean"], look["std"], results, temperature, data=data
+        )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         theirs = open_theirs(source, architecture, incomplete=incomplete).eval()
@@ -114,12 +150,19 @@ def read_classifier(
     )
 
 
-def measured(path: Path, description: dict[str, Any]) -> list[str]:
+def read_summary(path: Path) -> dict[str, Any]:
+    """The summary of a run, of its folder or of its last weights; nothing for other weights, or where there is none."""
+    file = (path if path.is_dir() else path.parent) / "summary.json"
+    if not file.is_file() or not (path.is_dir() or path.name == "last.safetensors"):
+        return {}
+    summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return summary
+
+
+def measured(path: Path, description: dict[str, Any], summary: dict[str, Any]) -> list[str]:
     """Sentences on what a run measured, each with its data, seed, compute and versions."""
     run = description["config"]
     used = description.get("versions", {})
-    summary_file = (path if path.is_dir() else path.parent) / "summary.json"
-    summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
     where = (
         f"{run['data']['kind']} in {run['data']['root']}, seed {run['seed']}, "
         f"{description.get('metrics', {}).get('pflop', 0):.3g} PFLOP of training, torch {used.get('torch')}, "
@@ -128,7 +171,7 @@ def measured(path: Path, description: dict[str, Any]) -> list[str]:
     sentences = []
     if "val_accuracy" in description.get("metrics", {}):
         sentences.append(f"{100 * description['metrics']['val_accuracy']:.2f} % of the images held out ({where})")
-    if "test" in summary and path.is_dir():
+    if "test" in summary:
         test = summary["test"]
         share = f"{100 * test['accuracy']:.2f} % ({test['correct']}/{test['count']})"
         sentences.append(f"{share} of the test images, last epoch, single view ({where})")
@@ -142,7 +185,15 @@ def classifier_of(model: VisionTransformer, source: str) -> Classifier:
         raise ValueError(f"{source} does not say how images are to be prepared; its config.json has no preprocessing")
     form = ImageFormat(look["mode"], model.patch_embedding.image_size, look["interpolation"])
     metadata = model.metadata
-    return Classifier(model, metadata.get("classes", []), form, look["mean"], look["std"], metadata.get("results", []))
+    return Classifier(
+        model,
+        metadata.get("classes", []),
+        form,
+        look["mean"],
+        look["std"],
+        metadata.get("results", []),
+        metadata.get("temperature"),
+    )
 
 
 def is_ours(path: Path) -> bool:

@@ -106,9 +106,11 @@ def write_ours(classifier: Classifier, path: Path) -> tuple[nn.Module, str]:
     data.interpolation = form.interpolation  # type: ignore[assignment]
     look: dict[str, Any] = {"mode": form.mode, "image_size": list(form.image_size)}
     look |= {"interpolation": form.interpolation} | {"mean": classifier.mean, "std": classifier.std}
+    temperature = {} if classifier.temperature is None else {"temperature": classifier.temperature}
     model = copy.deepcopy(classifier.model).half() if classifier.half else classifier.model
     if path.suffix != ".safetensors":
         model.metadata = {"classes": classifier.classes, "preprocessing": look, "results": classifier.results}
+        model.metadata |= temperature
         model.save_pretrained(path)
         hint = f'vit_scratch.VisionTransformer.from_pretrained("{path}")'
         return VisionTransformer.from_pretrained(path), hint
@@ -119,7 +121,7 @@ def write_ours(classifier: Classifier, path: Path) -> tuple[nn.Module, str]:
         "preprocessing": look,
         "config": to_dict(ClassificationConfig(data=data)),
         "versions": versions(),
-    }
+    } | temperature
     save_weights(path, model.state_dict(), description)
     return load_classifier(path)[0], f"vit-scratch evaluate {path} --data.root DIR"
 

@@ -27,7 +27,8 @@ class Hub(PyTorchModelHubMixin, library_name="vit_scratch", tags=["image-classif
     Attributes:
         arguments: what the model is built with; `from_arguments` builds it.
         metadata: what is to be known about its use, as plain values: `classes`, a list of names; `preprocessing`, with
-            mode, image_size, interpolation, mean and std; `results`, a list of sentences. Saved and loaded with it.
+            mode, image_size, interpolation, mean and std; `results`, a list of sentences; `temperature`, which divides
+            the logits for calibrated probabilities. Saved and loaded with it.
         saved_as: the folder's name, for the model card.
     """
 
