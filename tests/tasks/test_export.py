@@ -42,7 +42,8 @@ def checkpoint(path, **changes):
         torch.nn.init.normal_(parameter, std=0.2)
     channels = model.patch_embedding.in_channels
     form = ImageFormat({1: "L", 3: "RGB"}[channels], model.patch_embedding.image_size, "bilinear")
-    write_ours(Classifier(model, CLASSES[: model.num_classes], form, MEAN[:channels], STD[:channels]), path)
+    known = Classifier(model, CLASSES[: model.num_classes], form, MEAN[:channels], STD[:channels], temperature=1.5)
+    write_ours(known, path)
     return model
 
 
@@ -100,6 +101,7 @@ def test_an_onnx_file_is_one_file_and_computes_what_the_model_does(tmp_path, cha
     about = net.get_modelmeta().custom_metadata_map
     assert json.loads(about["classes"]) == CLASSES
     assert json.loads(about["preprocessing"])["mean"] == MEAN
+    assert json.loads(about["temperature"]) == 1.5
 
 
 def test_accuracy_of_a_run_before_and_after_export_and_quantisation(tmp_path, capsys):

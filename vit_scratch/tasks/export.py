@@ -19,11 +19,12 @@ from torch.export import Dim, ExportedProgram
 
 from vit_scratch.config import TASKS, ExportConfig
 from vit_scratch.data.augmentation import BatchTransform
-from vit_scratch.data.loaders import Loader, make_loader, open_images
+from vit_scratch.data.loaders import Loader, open_images
 from vit_scratch.data.sequences import BOS, EOS, PAD, SPECIAL_TOKENS, pad, source_ids
 from vit_scratch.data.sources import load
 from vit_scratch.evaluation.classification import evaluate_classifier
 from vit_scratch.tasks.classifier import Classifier, is_run, read_classifier
+from vit_scratch.tasks.image_data import plain_loader
 from vit_scratch.tasks.run import is_saved, task_of, weights_file
 from vit_scratch.tasks.sequence import load_transformer
 from vit_scratch.training.checkpoint import replacing
@@ -44,8 +45,6 @@ LENGTHS = (1, 3, 7, 20)
 """Tokens of the sources that are compared, and the most that are generated for each is the last of them."""
 ANY_BATCH = ({0: Dim("batch")},)
 """That images come in any number."""
-EVALUATION_BATCH = 256
-"""Images per forward pass of an evaluation."""
 
 
 def export(config: ExportConfig, source: str, destination: Path) -> None:
@@ -128,7 +127,8 @@ def export_classifier(config: ExportConfig, source: str, destination: Path) -> N
 
     The program takes pixels from 0 to 1 (B, C, height, width) in float32, for any B, and gives logits (B, classes).
     Beside it, in ONNX's metadata_props or torch.export's extra_files, stand as JSON the `classes` and the
-    `preprocessing`: mode, image_size and interpolation for whoever prepares images, and mean and std, which are inside.
+    `preprocessing`: mode, image_size and interpolation for whoever prepares images, and mean and std, which are inside;
+    and, where it is known, the `temperature` that divides the logits for calibrated probabilities.
     """
     check_destination(
         destination, destination.suffix in FILES, "a .pt2 or an .onnx file, as which image models are written"
@@ -155,7 +155,8 @@ def export_classifier(config: ExportConfig, source: str, destination: Path) -> N
     form = classifier.form
     look: dict[str, Any] = {"mode": form.mode, "image_size": [height, width], "interpolation": form.interpolation}
     look |= {"mean": classifier.mean, "std": classifier.std}
-    description = {"classes": json.dumps(classifier.classes), "preprocessing": json.dumps(look)}
+    known = {"classes": classifier.classes, "preprocessing": look, "temperature": classifier.temperature}
+    description = {name: json.dumps(value) for name, value in known.items() if value is not None}
 
     program = program_of(model, shape)
     programs: dict[str, nn.Module] = {"before": model}
@@ -209,7 +210,7 @@ def testing_images(classifier: Classifier, source: str) -> Loader:
         print(f"note: {note}")
     channels = len(classifier.mean)
     as_pixels = BatchTransform([0.0] * channels, [1.0] * channels)
-    return make_loader(images, form, EVALUATION_BATCH, as_pixels, workers=data.workers, device=torch.device("cpu"))
+    return plain_loader(images, form, as_pixels, data.workers, torch.device("cpu"))
 
 
 @torch.inference_mode()
