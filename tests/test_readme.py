@@ -14,7 +14,7 @@ from vit_scratch import cli
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 
-NAMES = ["vision", "backbone", "detector", "encoder_decoder", "generation", "conversion", "timm"]
+NAMES = ["attention", "vision", "backbone", "detector", "encoder_decoder", "generation", "conversion", "timm"]
 
 
 @pytest.mark.parametrize("example", examples(TEXT), ids=NAMES)
