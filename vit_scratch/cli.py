@@ -92,11 +92,11 @@ def evaluate(arguments: list[str], prog: str) -> int:
     parser.add_class_arguments(EvaluateConfig, None)
     values = parse(parser, arguments)
     config = build(EvaluateConfig, values)
-    from vit_scratch.tasks.run import check_folder, is_saved, task_of, weights_file
+    from vit_scratch.tasks.run import check_folder, task_of
 
     check_folder("json", config.json)
     source = values.checkpoint
-    task = "classification" if is_saved(source) else task_of(weights_file(Path(source)), list(TASKS))
+    task = task_of(source, list(TASKS))
     for name in FOR_IMAGES if task != "classification" else ():
         if getattr(config, name):
             raise ValueError(f"{name}={getattr(config, name)} is for models of images, and this is one for sequences")

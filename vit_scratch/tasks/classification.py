@@ -22,11 +22,11 @@ from vit_scratch.evaluation.calibration import fit_temperature
 from vit_scratch.evaluation.classification import ClassificationResult, evaluate_classifier
 from vit_scratch.evaluation.plots import plot_confusion
 from vit_scratch.evaluation.probes import NEIGHBOURS, collect, linear_probe, nearest_neighbours
-from vit_scratch.tasks.classifier import Classifier, is_run, load_classifier, read_classifier
+from vit_scratch.tasks.classifier import Classifier, load_classifier, read_classifier
 from vit_scratch.tasks.generalisation import measure_extras, open_extras
 from vit_scratch.tasks.image_data import evaluation_images, prepare
 from vit_scratch.tasks.report import write_report
-from vit_scratch.tasks.run import open_run, refuse_overrides, train_model, weights_file, write_json
+from vit_scratch.tasks.run import is_checkpoint, open_run, refuse_overrides, train_model, weights_file, write_json
 from vit_scratch.training import distributed
 from vit_scratch.training.device import pick_precision, use_deterministic_algorithms
 from vit_scratch.vision.patch_embedding import as_pair
@@ -351,7 +351,7 @@ def evaluate(config: EvaluateConfig, source: str) -> None:
         folder = Path(config.out) if config.out else home / folder_name
         loader = images.loader(config.split)
         result = measure(classifier.model, classifier.classes, loader, folder, device, config.split)
-        values = {"checkpoint": str(weights_file(path) if is_run(path) else source), "split": config.split}
+        values = {"checkpoint": str(weights_file(path) if is_checkpoint(source) else source), "split": config.split}
         values |= result.to_dict(classifier.classes)
         values |= measure_extras(config, source, images, extras, result, Path(config.report or folder))
         if config.report:

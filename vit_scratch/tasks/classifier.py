@@ -20,7 +20,7 @@ from vit_scratch.data.augmentation import BatchTransform
 from vit_scratch.data.images import Mode
 from vit_scratch.data.loaders import ImageFormat
 from vit_scratch.evaluation.attention import attention_maps, rollout, seen_patches
-from vit_scratch.tasks.run import load_model, weights_file
+from vit_scratch.tasks.run import is_checkpoint, load_model, weights_file
 from vit_scratch.vision.conversion import ConversionError
 from vit_scratch.vision.hub import PACKAGED
 from vit_scratch.vision.pretrained import library_of, load_pretrained, open_theirs
@@ -111,7 +111,7 @@ def read_classifier(
     if architecture is None and (source in PACKAGED or is_ours(path)):
         ours = VisionTransformer.from_pretrained(source)
         return ours, classifier_of(ours, source)
-    if architecture is None and is_run(path):
+    if architecture is None and is_checkpoint(source) and (path.is_dir() or path.suffix == ".safetensors"):
         try:
             model, description = load_classifier(weights_file(path))
         except ValueError as error:
@@ -205,11 +205,6 @@ def is_ours(path: Path) -> bool:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path / 'config.json'} is damaged: {error}") from error
     return isinstance(described, dict) and "arguments" in described
-
-
-def is_run(path: Path) -> bool:
-    """Whether a path can be one of our checkpoints: safetensors, or a folder that is not another library's."""
-    return (path.is_dir() and not (path / "config.json").exists()) or (path.is_file() and path.suffix == ".safetensors")
 
 
 def known_to_timm(model: Any) -> tuple[list[str], dict[str, Any]]:

@@ -23,9 +23,9 @@ from vit_scratch.data.loaders import Loader, open_images
 from vit_scratch.data.sequences import BOS, EOS, PAD, SPECIAL_TOKENS, pad, source_ids
 from vit_scratch.data.sources import load
 from vit_scratch.evaluation.classification import evaluate_classifier
-from vit_scratch.tasks.classifier import Classifier, is_run, read_classifier
+from vit_scratch.tasks.classifier import Classifier, read_classifier
 from vit_scratch.tasks.image_data import plain_loader
-from vit_scratch.tasks.run import is_saved, task_of, weights_file
+from vit_scratch.tasks.run import is_checkpoint, task_of, weights_file
 from vit_scratch.tasks.sequence import load_transformer
 from vit_scratch.training.checkpoint import replacing
 from vit_scratch.transformer.attention import KeyValueCache
@@ -61,7 +61,7 @@ def export(config: ExportConfig, source: str, destination: Path) -> None:
             that is missing; before any work is done.
         RuntimeError, OSError: what can go wrong later, such as a program that differs; nothing is left then.
     """
-    if is_saved(source) or task_of(weights_file(Path(source)), list(TASKS)) == "classification":
+    if task_of(source, list(TASKS)) == "classification":
         export_classifier(config, source, destination)
     else:
         export_transformer(config, source, destination)
@@ -137,7 +137,7 @@ def export_classifier(config: ExportConfig, source: str, destination: Path) -> N
         check_packages()
     elif config.quantize:
         raise ValueError(f"quantize=true is for .onnx files, not for destination={destination}")
-    if config.evaluate and (is_saved(source) or not is_run(Path(source))):
+    if config.evaluate and not is_checkpoint(source):
         raise ValueError(f"evaluate=true needs a run of ours, which knows its data, and {source} is none")
     classifier = read_classifier(source)[1]
     if destination.suffix == ".onnx" and 4 * sum(p.numel() for p in classifier.model.parameters()) > ONNX_LIMIT:

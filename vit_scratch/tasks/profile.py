@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit_scratch.config import TASKS, ProfileConfig
 from vit_scratch.tasks.classifier import read_classifier
-from vit_scratch.tasks.run import check_folder, is_saved, task_of, weights_file, write_json
+from vit_scratch.tasks.run import check_folder, is_checkpoint, task_of, write_json
 from vit_scratch.training.device import device_name, pick_device, pick_precision
 from vit_scratch.training.provenance import versions
 from vit_scratch.transformer.linear import linear
@@ -105,12 +105,10 @@ def read_model(source: str) -> VisionTransformer:
     """The model of a preset, with first weights, or a trained one. Raises ValueError for none, or one for sequences."""
     if source in PRESETS:
         return create_vit(source).eval()
-    if not is_saved(source):
-        path = Path(source)
-        if not path.exists():
-            raise ValueError(f"{source} is no file, folder or name of weights, and no preset; {', '.join(PRESETS)} are")
-        if task_of(weights_file(path), list(TASKS)) != "classification":
-            raise ValueError(f"profile is for Vision Transformers, and {source} holds a model for sequences")
+    if is_checkpoint(source) and not Path(source).exists():
+        raise ValueError(f"{source} is no file, folder or name of weights, and no preset; {', '.join(PRESETS)} are")
+    if task_of(source, list(TASKS)) != "classification":
+        raise ValueError(f"profile is for Vision Transformers, and {source} holds a model for sequences")
     return read_classifier(source)[1].model
 
 

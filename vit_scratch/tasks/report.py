@@ -28,10 +28,10 @@ from vit_scratch.evaluation.plots import (
     short,
 )
 from vit_scratch.evaluation.probes import collect
-from vit_scratch.tasks.classifier import attention_of, is_run
+from vit_scratch.tasks.classifier import attention_of
 from vit_scratch.tasks.image_data import EvaluationImages
 from vit_scratch.tasks.profile import count_operations
-from vit_scratch.tasks.run import weights_file
+from vit_scratch.tasks.run import is_checkpoint, weights_file
 from vit_scratch.training.checkpoint import read_description, replacing
 from vit_scratch.training.device import device_name
 from vit_scratch.training.provenance import versions
@@ -118,7 +118,7 @@ def embed(path: Path) -> str:
 def describe(source: str, model: VisionTransformer, about: dict[str, str]) -> str:
     """The configuration as YAML; what a run says about its making is added to `about`."""
     path = Path(source)
-    if is_run(path):
+    if is_checkpoint(source):
         description = read_description(weights_file(path))
         about["weights"] = f"{weights_file(path).name}, {weights_file(path).stat().st_size / 1e6:.2f} MB"
         made = description.get("versions", {})

@@ -243,14 +243,23 @@ def weights_file(checkpoint: Path) -> Path:
     return path
 
 
-def is_saved(source: str) -> bool:
-    """Whether a source is none of our checkpoints, but a folder that some library saved, or a name of weights."""
+def is_checkpoint(source: str) -> bool:
+    """Whether a source is one of our checkpoints, and no folder that some library saved and no name of weights."""
     path = Path(source)
-    return (path / "config.json").is_file() or (not path.exists() and (source in PACKAGED or ":" in source))
+    if path.is_dir():
+        return not (path / "config.json").is_file()
+    return path.exists() or not (source in PACKAGED or ":" in source)
 
 
-def task_of(path: Path, tasks: list[str]) -> str:
-    """What the model in a weights file is for. Raises ValueError for no such file, or none of these tasks."""
+def task_of(source: str, tasks: list[str]) -> str:
+    """What a trained model is for; those that are no checkpoints of ours are for images.
+
+    Raises:
+        ValueError: a checkpoint that is not there, or for none of these tasks.
+    """
+    if not is_checkpoint(source):
+        return "classification"
+    path = weights_file(Path(source))
     task = read_description(path).get("task")
     if task not in tasks:
         raise ValueError(f"{path} holds a model for the task {task!r}; known are {', '.join(tasks)}")
