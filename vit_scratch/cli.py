@@ -43,6 +43,12 @@ commands:
 
 vit-scratch COMMAND --help lists the fields of a command."""
 
+TRAINED = (
+    "Folder of a run (its last weights), a .safetensors file, a folder that save_pretrained wrote, weights of this "
+    "package, or such as timm:vit_tiny_patch16_224."
+)
+"""What the commands say of a trained model that they take."""
+
 
 def task_module(task: str) -> ModuleType:
     """The module of a task; late, as it takes seconds, which an error in the command line need not wait for."""
@@ -86,8 +92,7 @@ def evaluate(arguments: list[str], prog: str) -> int:
     parser.add_argument(
         "checkpoint",
         type=str,
-        help="Folder of a run (its last weights), a .safetensors file, a folder that save_pretrained wrote, weights of "
-        "this package, or such as timm:vit_tiny_patch16_224.",
+        help=TRAINED,
     )
     parser.add_class_arguments(EvaluateConfig, None)
     values = parse(parser, arguments)
@@ -163,8 +168,7 @@ def export(arguments: list[str], prog: str) -> int:
     parser.add_argument(
         "source",
         type=str,
-        help="Folder of a run (its last weights), a .safetensors file, a folder that save_pretrained wrote, weights of "
-        "this package, or such as timm:vit_tiny_patch16_224.",
+        help=TRAINED,
     )
     parser.add_argument(
         "destination",

@@ -26,7 +26,15 @@ from vit_scratch.tasks.classifier import Classifier, load_classifier, read_class
 from vit_scratch.tasks.generalisation import measure_extras, open_extras
 from vit_scratch.tasks.image_data import evaluation_images, prepare
 from vit_scratch.tasks.report import write_report
-from vit_scratch.tasks.run import is_checkpoint, open_run, refuse_overrides, train_model, weights_file, write_json
+from vit_scratch.tasks.run import (
+    is_checkpoint,
+    open_run,
+    refuse_file,
+    refuse_overrides,
+    train_model,
+    weights_file,
+    write_json,
+)
 from vit_scratch.training import distributed
 from vit_scratch.training.device import pick_precision, use_deterministic_algorithms
 from vit_scratch.vision.patch_embedding import as_pair
@@ -328,8 +336,7 @@ def evaluate(config: EvaluateConfig, source: str) -> None:
         raise ValueError(
             f"the model in {source} has no classifier, so there is no accuracy to measure; --probe true fits one"
         )
-    if config.report and Path(config.report).exists() and not Path(config.report).is_dir():
-        raise ValueError(f"report={config.report} is a file; choose a folder")
+    refuse_file("report", config.report)
     extras = open_extras(config, classifier)
     parts: list[str] = ["train", config.split] if config.probe else [config.split]
     optional = ["val"] if config.report and config.split != "val" else []  # a report's temperature is fitted to these

@@ -150,7 +150,6 @@ class EvaluationImages:
     Attributes:
         classifier: the model, and how it takes images.
         data: the images, and how they are read.
-        classes: names of the classes of these images.
         parts: the images by the name of their part, such as "test".
         batch_size: images per forward pass.
         device: where to compute.
@@ -158,7 +157,6 @@ class EvaluationImages:
 
     classifier: Classifier
     data: DataConfig
-    classes: list[str]
     parts: dict[str, ImageSource | HeldImages]
     batch_size: int
     device: torch.device
@@ -245,4 +243,4 @@ def evaluation_images(
         opened[part], notes = open_part(part, source, data, classifier.form, in_memory)
         for note in notes:
             print(f"note: {note}")
-    return EvaluationImages(classifier, data, dataset.classes, opened, config.batch_size, device)
+    return EvaluationImages(classifier, data, opened, config.batch_size, device)

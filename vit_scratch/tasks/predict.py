@@ -16,6 +16,7 @@ from vit_scratch.data.sources import image_files
 from vit_scratch.evaluation.calibration import scaled
 from vit_scratch.evaluation.plots import plot_seen, short
 from vit_scratch.tasks.classifier import Classifier, attention_of, read_classifier
+from vit_scratch.tasks.run import refuse_file
 from vit_scratch.training.device import pick_device
 
 BATCH = 32
@@ -36,9 +37,8 @@ def predict(config: PredictConfig, images: Iterable[str], *, as_json: bool = Fal
     Raises:
         ValueError: a model that is not there or has no classes, a folder without images, or no image at all.
     """
+    refuse_file("attention", config.attention)
     folder = None if config.attention is None else Path(config.attention)
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise ValueError(f"attention={folder} is a file; choose a folder")
     device = pick_device(config.device)
     classifier = read_classifier(config.checkpoint)[1]
     if not classifier.classes:

@@ -80,6 +80,7 @@ def write_report(
         "images per second": f"{speed:,.0f}, in batches of {images.batch_size}, {device_name(images.device)}",
     }
     configuration = describe(source, model, about)
+    show_attention(folder, images, split, labels)
     curves = Path(source) / "metrics.jsonl"
     if curves.is_file():
         plot_curves([json.loads(line) for line in curves.read_text().splitlines()], folder / "curves.png")
@@ -94,7 +95,6 @@ def write_report(
         "calibration": calibration,
         "other_data": images.changed,
         "mistakes": show_mistakes(folder, images, split, logits, labels, calibration.get("temperature") or 1.0),
-        "examples": show_attention(folder, images, split, labels),
         "about": about,
         "configuration": configuration,
         "versions": versions(),
@@ -199,8 +199,8 @@ def show_mistakes(
     return len(wrong)
 
 
-def show_attention(folder: Path, images: EvaluationImages, split: str, labels: np.ndarray) -> int:
-    """Draw what the model looks at in the first image of each of some classes; returns how many images."""
+def show_attention(folder: Path, images: EvaluationImages, split: str, labels: np.ndarray) -> None:
+    """Draw what the model looks at in the first image of each of some classes, into attention.png."""
     model, classes = images.classifier.model, images.classifier.classes
     _, first = np.unique(labels, return_index=True)
     chosen = np.sort(first[:EXAMPLES])
@@ -208,7 +208,7 @@ def show_attention(folder: Path, images: EvaluationImages, split: str, labels: n
     inputs = images.classifier.normalised(pixels).to(images.device)
     flow, heads = attention_of(model, inputs)
     with torch.inference_mode():
-        probabilities = images.classifier.model(inputs).softmax(dim=1).cpu().numpy()
+        probabilities = model(inputs).softmax(dim=1).cpu().numpy()
     titles = [
         [f"is {short(classes[labels[i]])}", f"rollout: {short(classes[p.argmax()])} {100 * p.max():.0f} %"]
         + [f"head {h + 1}" for h in range(min(heads.shape[1], EXAMPLES))]
@@ -216,7 +216,6 @@ def show_attention(folder: Path, images: EvaluationImages, split: str, labels: n
     ]
     maps = [np.concatenate([f[None], h[:EXAMPLES]]) for f, h in zip(flow, heads, strict=True)]
     plot_seen(pixels, maps, titles, folder / "attention.png")
-    return len(chosen)
 
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:

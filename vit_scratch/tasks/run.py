@@ -40,8 +40,7 @@ def open_run(config: Any, out: Path, resume: bool) -> TrainingStates:
     Raises:
         ValueError: it is no folder, or holds a run that is not to be resumed, or one of another configuration.
     """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out={out} is a file; choose a folder")
+    refuse_file("--out", out)
     states, saved = TrainingStates(out / "states"), out / "config.yaml"
     if states.paths() and not saved.exists():
         raise ValueError(f"{states.folder} holds training states without {saved}; choose another --out")
@@ -264,6 +263,12 @@ def task_of(source: str, tasks: list[str]) -> str:
     if task not in tasks:
         raise ValueError(f"{path} holds a model for the task {task!r}; known are {', '.join(tasks)}")
     return task
+
+
+def refuse_file(name: str, path: str | Path | None) -> None:
+    """Raise ValueError where a folder that an option asks for is a file."""
+    if path and Path(path).exists() and not Path(path).is_dir():
+        raise ValueError(f"{name}={path} is a file; choose a folder")
 
 
 def check_folder(option: str, path: str | None) -> None:
