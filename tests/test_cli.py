@@ -28,6 +28,7 @@ from vit_scratch.training import checkpoint
 from vit_scratch.transformer import linear
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("without_curves")
 SMALL = [
     *("--data.kind", "digits", "--model.patch_size", "4", "--model.dim", "16", "--model.depth", "2"),
     *("--model.heads", "2", "--model.dropout", "0.1", "--augment.shift", "1", "--augment.flip", "false"),
@@ -84,8 +85,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def at_batch(monkeypatch: pytest.MonkeyPatch, batch: int, number: int) -> None:
+    """Send this process a signal in the forward pass of that batch."""
+    real, calls = classification.smoothed_cross_entropy, []
+
+    def loss(smoothing: float, model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tuple:
+        if images.device.type != "meta":  # where operations are counted
+            calls.append(images)
+            if len(calls) == batch:
+                os.kill(os.getpid(), number)
+        return real(smoothing, model, images, labels)
+
+    monkeypatch.setattr(classification, "smoothed_cross_entropy", loss)
+
+
 @pytest.mark.parametrize("source", ["memory", "files"])
-def test_a_run_that_was_killed_stopped_and_resumed_ends_like_one_that_was_not(tmp_path: Path, source: str) -> None:
+def test_a_run_that_was_killed_stopped_and_resumed_ends_like_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
     options = [
         *(*SMALL, "--train.ema_decay", "0.9", "--augment.mixup", "0.4", "--augment.policy", "randaugment"),
         *("--train.accumulate", "2", "--train.batch_size", "16", "--train.epochs", "4", "--data.hold_out", "0.8"),
@@ -104,12 +121,10 @@ def test_a_run_that_was_killed_stopped_and_resumed_ends_like_one_that_was_not(tm
     killed.wait()
     assert not (broken / "summary.json").exists()
 
-    stopped = start("--out", str(broken), "--resume")
-    wait_for_state(broken, 30, stopped)
-    stopped.send_signal(signal.SIGTERM)
-    text = stopped.communicate(timeout=60)[0].decode()
-    assert stopped.returncode == 128 + signal.SIGTERM, text
-    assert f"--out {broken} --resume" in text
+    with monkeypatch.context() as patch:
+        at_batch(patch, 9, signal.SIGTERM)
+        assert run("train", "--out", broken, "--resume") == 128 + signal.SIGTERM
+    assert f"--out {broken} --resume" in capsys.readouterr().out
     assert not (broken / "summary.json").exists()
 
     assert run("train", "--out", broken, "--resume") == 0
@@ -549,20 +564,6 @@ def test_a_budget_that_the_warm_up_uses_up_is_refused_before_any_work(
     assert not (tmp_path / "run").exists()
 
 
-def at_update(monkeypatch: pytest.MonkeyPatch, update: int, number: int) -> None:
-    """Send this process a signal in the forward pass of an update, where one batch is an update."""
-    real, calls = classification.smoothed_cross_entropy, []
-
-    def loss(smoothing: float, model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tuple:
-        if images.device.type != "meta":  # where operations are counted
-            calls.append(images)
-            if len(calls) == update:
-                os.kill(os.getpid(), number)
-        return real(smoothing, model, images, labels)
-
-    monkeypatch.setattr(classification, "smoothed_cross_entropy", loss)
-
-
 def test_muon_trains_and_goes_on_to_the_same_bits(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -572,7 +573,7 @@ def test_muon_trains_and_goes_on_to_the_same_bits(
     options += ["--train.optimizer", "muon", "--train.muon_lr", "0.02", "--train.schedule", "linear"]
     assert run("train", *options, "--out", whole) == 0
     with monkeypatch.context() as patch:
-        at_update(patch, 7, signal.SIGTERM)
+        at_batch(patch, 7, signal.SIGTERM)
         assert run("train", *options, "--out", broken) == 128 + signal.SIGTERM
     assert [p.name for p in checkpoint.TrainingStates(broken / "states").paths()] == ["update_00000007.pt"]
     assert run("train", "--out", broken, "--resume") == 0
@@ -653,7 +654,7 @@ def test_smaller_images_first_cost_less_and_a_run_goes_on_to_the_same_bits(
     assert result["correct"] == json.loads((out / "summary.json").read_text())["test"]["correct"]
 
     with monkeypatch.context() as patch:
-        at_update(patch, 13, signal.SIGTERM)
+        at_batch(patch, 13, signal.SIGTERM)
         assert run("train", *options, "--out", tmp_path / "killed") == 128 + signal.SIGTERM
     assert run("train", "--out", tmp_path / "killed", "--resume") == 0
     assert same_weights(out / "last.safetensors", tmp_path / "killed" / "last.safetensors")

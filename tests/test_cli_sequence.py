@@ -27,6 +27,7 @@ from vit_scratch import cli
 from vit_scratch.tasks import sequence
 from vit_scratch.training import checkpoint
 
+pytestmark = pytest.mark.usefixtures("without_curves")
 SMALL = [
     *("--task", "sequence", "--device", "cpu", "--model.dim", "32", "--model.encoder_depth", "1"),
     *("--model.decoder_depth", "1", "--model.heads", "4", "--model.dropout", "0", "--train.label_smoothing", "0"),

@@ -183,6 +183,19 @@ def test_the_draws_of_batches_never_repeat_across_epochs(files, kind):
     assert len(set(shares)) == 4 * len(loader)
 
 
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
+@pytest.mark.parametrize(("size", "channels"), [((6, 5), ()), ((6, 5), (3,)), ((6, 5), (4,)), ((5, 6), (3,))])
+def test_arrays_in_memory_are_what_is_read_of_them_one_by_one(mode, size, channels):
+    pixels = np.random.default_rng(0).integers(0, 256, (7, *size, *channels), dtype=np.uint8)
+    source, form = ImageSource(pixels, np.arange(7)), ImageFormat(mode, (6, 5), "bicubic")
+    held, faults = open_images(source, form, in_memory=True, skip_broken=False)
+    assert torch.equal(held.images, torch.stack([form(source, i) for i in range(7)]))
+    assert held.images.is_contiguous()
+    assert (held.labels.tolist(), faults) == (list(range(7)), [])
+    pixels[:] = 0
+    assert held.images.any()
+
+
 def test_seeds_are_a_function_of_all_of_the_entropy_and_do_not_repeat():
     drawn = [seeds(100, seed, epoch, part).tolist() for seed in (0, 1) for epoch in (0, 1) for part in (1, 2)]
     assert len(set(sum(drawn, []))) == 800

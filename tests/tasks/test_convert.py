@@ -17,6 +17,7 @@ from vit_scratch.tasks.classification import load_classifier
 from vit_scratch.tasks.convert import Classifier, convert, write_ours
 from vit_scratch.vision import pretrained
 
+pytestmark = pytest.mark.usefixtures("without_curves")
 SMALL = dict(dim=24, depth=2, heads=3, image_size=16, patch_size=4, num_classes=3)
 CLASSES, MEAN, STD = ["cat", "dog", "owl"], [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
 FORMS = ("vit_scratch", "timm", "torchvision", "transformers")

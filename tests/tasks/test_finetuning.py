@@ -13,6 +13,7 @@ from vit_scratch.tasks.classification import load_classifier
 from vit_scratch.training.compute import ComputeCounter
 from vit_scratch.training.optimizer import make_optimizers
 
+pytestmark = pytest.mark.usefixtures("without_curves")
 BASE = [
     *("--data.kind", "digits", "--augment.flip", "false", "--augment.shift", "1", "--train.batch_size", "256"),
     *("--train.epochs", "2", "--train.warmup_epochs", "1", "--train.lr", "3e-3", "--device", "cpu"),

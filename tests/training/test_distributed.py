@@ -1,12 +1,15 @@
 """Checks that several processes do together what one does: the same updates, batch norms, counts, and states."""
 
+import io
 import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from vit_scratch.cli import main
 from vit_scratch.data.augmentation import BatchTransform
 from vit_scratch.data.loaders import HeldImages, MemoryLoader
 from vit_scratch.evaluation.classification import evaluate_classifier
+from vit_scratch.tasks import classification  # noqa: F401 - so that processes are forked with it
 from vit_scratch.training import distributed
 from vit_scratch.training.checkpoint import TrainingStates
 from vit_scratch.training.ema import ExponentialMovingAverage
@@ -310,16 +314,36 @@ def test_the_counts_of_an_evaluation_are_the_same_for_any_processes_and_batches(
 # From the command line
 
 
-def torchrun(processes, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [*command, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+def enter_command(number, folder, environment, arguments):
+    """What each process does: run the command as one that torchrun started, and leave in files what came of it."""
+    torch.set_num_threads(1)
+    os.environ |= environment | {"RANK": str(number), "LOCAL_RANK": str(number)}
+    printed, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(errors):
+        try:
+            status = main([str(a) for a in arguments])
+        except SystemExit as stop:
+            status = stop.code
+    torch.save((status, printed.getvalue(), errors.getvalue()), folder / f"result{number}")
+    distributed.leave()
+
+
+def run(processes, folder, *arguments):
+    """A command in so many processes, as torchrun starts them: exit statuses, and what they print, and as errors."""
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    start = torch.multiprocessing.start_processes
+    start(enter_command, (folder, environment, arguments), nprocs=processes, start_method="forkserver")
+    results = [torch.load(folder / f"result{number}") for number in range(processes)]
+    statuses, printed, errors = zip(*results, strict=True)
+    return set(statuses), "".join(printed), "".join(errors)
 
 
 TRAIN = [
-    *(ROOT / "train.py", "--config", ROOT / "configs" / "digits.yaml", "--model.dim", 16, "--model.depth", 1),
+    *("train", "--config", ROOT / "configs" / "digits.yaml", "--model.dim", 16, "--model.depth", 1),
     *("--model.heads", 2, "--train.epochs", 2, "--train.warmup_epochs", 1, "--train.batch_size", 200),
 ]
 
@@ -327,11 +351,10 @@ TRAIN = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of two processes, and what they printed."""
-    out = tmp_path_factory.mktemp("distributed") / "run"
-    process = torchrun(2, *TRAIN, "--out", out)
-    printed, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    return out, printed
+    folder = tmp_path_factory.mktemp("distributed")
+    statuses, printed, errors = run(2, folder / "two", *TRAIN, "--out", folder / "run")
+    assert statuses == {0}, errors
+    return folder / "run", printed
 
 
 def test_two_processes_write_and_print_what_one_does(trained, tmp_path, capsys):
@@ -351,9 +374,9 @@ def test_two_processes_write_and_print_what_one_does(trained, tmp_path, capsys):
 
 def test_three_processes_evaluate_as_one(trained, tmp_path, capsys):
     out, printed = trained
-    process = torchrun(3, ROOT / "evaluate.py", out, "--json", tmp_path / "three.json", "--out", tmp_path / "three")
-    said, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    arguments = ["evaluate", out, "--json", tmp_path / "three.json", "--out", tmp_path / "evaluation"]
+    statuses, said, errors = run(3, tmp_path / "three", *arguments)
+    assert statuses == {0}, errors
     assert said.splitlines()[-1] == printed.splitlines()[-1]
     assert main(["evaluate", str(out), "--json", str(tmp_path / "one.json"), "--out", str(tmp_path / "one")]) == 0
     one, three = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "three"))
@@ -362,17 +385,24 @@ def test_three_processes_evaluate_as_one(trained, tmp_path, capsys):
 
 
 def test_input_that_cannot_work_is_said_once_and_ends_all(tmp_path):
-    process = torchrun(2, *TRAIN, "--model.heads", 5, "--out", tmp_path / "run")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert errors.count("train.py: error: ") == 1
+    statuses, _, errors = run(2, tmp_path / "two", *TRAIN, "--model.heads", 5, "--out", tmp_path / "run")
+    assert statuses == {2}
+    assert errors.count("error: ") == 1
     assert not (tmp_path / "run").exists()
+
+
+def torchrun(processes, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*command, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_dies_ends_the_others_and_the_run_goes_on(tmp_path, number):
     out = tmp_path / "run"
-    process = torchrun(2, *TRAIN, "--train.epochs", 500, "--out", out)
+    process = torchrun(2, ROOT / "train.py", *TRAIN[1:], "--train.epochs", 500, "--out", out)
     while process.poll() is None and not list(out.glob("states/update_*.pt")):
         time.sleep(0.1)
     children = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
