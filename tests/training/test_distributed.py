@@ -328,15 +328,18 @@ def enter_command(number, folder, environment, arguments):
     distributed.leave()
 
 
-def run(processes, folder, *arguments):
+def run(processes, folder, *arguments, meanwhile=lambda processes: None):
     """A command in so many processes, as torchrun starts them: exit statuses, and what they print, and as errors."""
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    start = torch.multiprocessing.start_processes
-    start(enter_command, (folder, environment, arguments), nprocs=processes, start_method="forkserver")
+    start, common = torch.multiprocessing.start_processes, (folder, environment, arguments)
+    context = start(enter_command, common, nprocs=processes, join=False, start_method="forkserver")
+    meanwhile(context.processes)
+    while not context.join():
+        pass
     results = [torch.load(folder / f"result{number}") for number in range(processes)]
     statuses, printed, errors = zip(*results, strict=True)
     return set(statuses), "".join(printed), "".join(errors)
@@ -399,14 +402,34 @@ def torchrun(processes, *arguments):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_that_dies_ends_the_others_and_the_run_goes_on(tmp_path, number):
+def wait_for_state(out, alive):
+    while not list(out.glob("states/update_*.pt")):
+        assert alive()
+        time.sleep(0.05)
+
+
+def test_a_signal_to_one_process_stops_all_and_the_run_goes_on(tmp_path):
+    out, arguments = tmp_path / "run", [*TRAIN, "--train.checkpoint_every", 2]
+
+    def stop(processes):
+        wait_for_state(out, processes[0].is_alive)
+        processes[1].terminate()
+
+    statuses, printed, _ = run(2, tmp_path / "two", *arguments, "--train.epochs", 500, "--out", out, meanwhile=stop)
+    assert statuses == {128 + signal.SIGTERM}
+    assert printed.count("stopped by SIGTERM, state saved; go on with: vit-scratch train --out ") == 1
+    newest = max(int(path.stem[7:]) for path in out.glob("states/update_*.pt"))
+    state = TrainingStates(out / "states")
+    state.identity = torch.load(state.paths()[0], weights_only=True)["identity"]
+    assert state.load()[0]["progress"]["update"] == newest
+
+
+def test_a_process_that_is_killed_ends_the_others_and_the_run_goes_on(tmp_path):
     out = tmp_path / "run"
     process = torchrun(2, ROOT / "train.py", *TRAIN[1:], "--train.epochs", 500, "--out", out)
-    while process.poll() is None and not list(out.glob("states/update_*.pt")):
-        time.sleep(0.1)
+    wait_for_state(out, lambda: process.poll() is None)
     children = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    os.kill(children[1], number)
+    os.kill(children[1], signal.SIGKILL)
     began = time.monotonic()
     process.communicate(timeout=120)
     assert process.returncode != 0

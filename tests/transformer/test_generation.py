@@ -310,7 +310,7 @@ def test_an_empty_source_is_one_of_padding():
 def test_a_row_depends_neither_on_the_other_rows_nor_on_the_amount_of_padding(generate):
     generate = functools.partial(generate, max_length=6, **IDS)
     lengths, different = [5, 3, 1, 0, 4, 2], []
-    for seed in range(6):
+    for seed in range(3):
         model, source = build_transformer(seed, 9, end=(EOS, 1.0)), random_sources(lengths, 9)
         found = generate(model, source)
         different.append(len({tuple(h.tokens) for h in found}))
@@ -319,7 +319,7 @@ def test_a_row_depends_neither_on_the_other_rows_nor_on_the_amount_of_padding(ge
         check(found, generate(model, nn.functional.pad(source, (0, 7), value=PAD)), 1e-4)
         order = [3, 0, 0, 5, 1, 4, 2, 2]
         check([found[i] for i in order], generate(model, source[order]), 1e-4)
-    assert sum(d > 2 for d in different) >= 3
+    assert sum(d > 2 for d in different) >= 2
 
 
 def test_the_source_may_be_of_any_integer_type():

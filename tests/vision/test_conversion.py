@@ -100,14 +100,14 @@ def check_round_trip(theirs, there, back):
 # timm
 
 
-def depth_of(name):
-    """One layer, or with VIT_SCRATCH_FULL_DEPTH=1 all of them, or as many as 0.7 billion parameters are."""
-    if not os.environ.get("VIT_SCRATCH_FULL_DEPTH"):
-        return 1
+def sizes_of(name):
+    """One narrow layer, or with VIT_SCRATCH_FULL_SIZE=1 all as they are, up to 0.7 billion parameters."""
+    if not os.environ.get("VIT_SCRATCH_FULL_SIZE"):
+        return {"depth": 1, "embed_dim": 96, "num_heads": 4}
     with torch.device("meta"):
         whole = timm.create_model(name)
     share = 0.7e9 / sum(p.numel() for p in whole.parameters())
-    return int(len(whole.blocks) * min(share, 1))
+    return {"depth": int(len(whole.blocks) * min(share, 1))}
 
 
 def without_size(name):
@@ -130,7 +130,7 @@ def test_every_architecture_of_timm_goes_there_and_back_or_is_refused_for_what_i
         if both[0] == both[1]:
             return
     with torch.device("meta"):
-        theirs = timm.create_model(name, depth=depth_of(name), **size)
+        theirs = timm.create_model(name, **size, **sizes_of(name))
     theirs = randomise(theirs.to_empty(device="cpu"))
     check_round_trip(theirs, from_timm, to_timm)
 
