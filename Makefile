@@ -1,11 +1,14 @@
 # `make demo` and `make test` need nothing but Python 3.10 or newer; both make .venv first.
 PYTHON ?= python3
+# Python compiles what it imports and keeps it (so this must not be set), which takes less time than to compile all of
+# the packages.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test lint clean
 
 .venv/done: setup.cfg pyproject.toml vit_scratch/__init__.py
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	.venv/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
 demo: .venv/done
