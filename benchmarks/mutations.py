@@ -11,6 +11,8 @@ where there is one, and prints the first of each kind.
 import argparse
 import contextlib
 import copy
+import functools
+import inspect
 import io
 import math
 import sys
@@ -35,6 +37,9 @@ from vit_scratch import cli, create_vit
 from vit_scratch.data.images import ImageError
 from vit_scratch.data.sources import ImageSource
 from vit_scratch.training.checkpoint import TrainingStates, load_weights, save_weights
+
+# The command line finds the help of its options in their source, which Python would parse for every file anew.
+inspect.findsource = functools.cache(inspect.findsource)  # type: ignore[assignment]
 
 ROOT = Path(__file__).resolve().parent.parent
 Outcomes = tuple[Counter, list[str]]

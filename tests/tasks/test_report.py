@@ -32,7 +32,7 @@ SMALL = [
     *("--train.epochs", "4", "--train.warmup_epochs", "1", "--train.lr", "5e-3", "--device", "cpu"),
 ]
 PICTURES = {"confusion_matrix", "reliability", "mistakes", "attention", "curves", "robustness"}
-TABLES = {"classes", "confusion_matrix", "calibration", "mistakes", "robustness", "per_class"}
+TABLES = {"classes", "confusion_matrix", "calibration", "mistakes", "robustness"}
 
 
 def run(*arguments):

@@ -70,16 +70,20 @@ class ClassificationResult:
         """Write results.json, confusion_matrix.csv and per_class.csv into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").write_text(json.dumps(self.to_dict(classes), indent=1, ensure_ascii=False) + "\n")
-        with open(folder / "confusion_matrix.csv", "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["true \\ predicted", *classes])
-            writer.writerows([name, *row] for name, row in zip(classes, self.confusion.tolist(), strict=True))
+        self.write_confusion(folder, classes)
         with open(folder / "per_class.csv", "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["class", "accuracy", "correct", "count"])
             totals = self.confusion.sum(axis=1).tolist()
             rows = zip(classes, self.per_class(), np.diag(self.confusion).tolist(), totals, strict=True)
             writer.writerows(["" if v is None else v for v in row] for row in rows)
+
+    def write_confusion(self, folder: Path, classes: list[str]) -> None:
+        """Write confusion_matrix.csv into a folder."""
+        with open(folder / "confusion_matrix.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["true \\ predicted", *classes])
+            writer.writerows([name, *row] for name, row in zip(classes, self.confusion.tolist(), strict=True))
 
 
 def alone(value: Any) -> list[Any]:

@@ -69,7 +69,7 @@ def write_report(
     began = time.monotonic()
     logits, labels = collect(model, loader.batches())
     speed = loader.count / (time.monotonic() - began)
-    result.write(folder, classes)
+    result.write_confusion(folder, classes)
     title = f"{split} accuracy {100 * result.accuracy:.2f} % ({result.correct}/{result.count})"
     plot_confusion(result.confusion, classes, title, folder / "confusion_matrix.png")
     calibration = calibrate(folder, images, split, logits, labels)
