@@ -119,7 +119,7 @@ def plot_reliability(tables: dict[str, Reliability], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def plot_images(images: list[np.ndarray], captions: list[str], path: Path, columns: int = 8) -> None:
+def plot_images(images: list[np.ndarray], captions: list[str], path: Path, columns: int = 6) -> None:
     """Images with a caption each, in rows.
 
     Args:
@@ -170,7 +170,7 @@ def plot_seen(images: list[np.ndarray], seen: list[np.ndarray], titles: list[lis
     """
     columns = min(max(len(words) for words in titles), 8)
     rows = [-(-len(words) // columns) for words in titles]
-    figure = Figure(figsize=(1.7 * columns, 2.0 * sum(rows)), layout="constrained")
+    figure = Figure(figsize=(1.5 * columns, 1.95 * sum(rows)), layout="constrained")
     grid = figure.subplots(sum(rows), columns, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()

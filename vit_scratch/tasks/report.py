@@ -210,7 +210,7 @@ def show_attention(folder: Path, images: EvaluationImages, split: str, labels: n
     with torch.inference_mode():
         probabilities = model(inputs).softmax(dim=1).cpu().numpy()
     titles = [
-        [f"is {short(classes[labels[i]])}", f"rollout: {short(classes[p.argmax()])} {100 * p.max():.0f} %"]
+        [f"is {short(classes[labels[i]])}", f"rollout:\n{short(classes[p.argmax()])} {100 * p.max():.0f} %"]
         + [f"head {h + 1}" for h in range(min(heads.shape[1], EXAMPLES))]
         for i, p in zip(chosen, probabilities, strict=True)
     ]
