@@ -1,7 +1,6 @@
 # `make demo` and `make test` need nothing but Python 3.10 or newer; both make .venv first.
 PYTHON ?= python3
-# Python compiles what it imports and keeps it (so this must not be set), which takes less time than to compile all of
-# the packages.
+# pip compiles nothing, and Python keeps what it compiles on import, which is much less; for that this has to be empty.
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test lint clean

@@ -198,12 +198,13 @@ def sequential(a, b):
 
 def test_a_large_map_and_its_gradients_are_float32s():
     """Whatever the order of the sums, which differs between processors; TF32 and bfloat16 are 350 times further off."""
-    x, weight, cotangent = random(130, 700), random(257, 700, seed=1), random(130, 257, seed=3)
-    output, (of_x, of_weight) = gradients(linear, all_trained((x, weight)), lambda y: cotangent)
-    products = [(output, x, weight.t()), (of_x, cotangent, weight), (of_weight, cotangent.t(), x)]
-    for product, a, b in products:
-        exact = a.double() @ b.double()
-        assert (product - exact).abs().max() < 3 * (sequential(a, b) - exact).abs().max()
+    x, weight, bias = random(130, 700), random(257, 700, seed=1), random(257, seed=2)
+    cotangent, zero = random(130, 257, seed=3), torch.zeros(())
+    output, (of_x, of_weight, _) = gradients(linear, all_trained((x, weight, bias)), lambda y: cotangent)
+    products = [(output, x, weight.t(), bias), (of_x, cotangent, weight, zero), (of_weight, cotangent.t(), x, zero)]
+    for product, a, b, c in products:
+        exact = a.double() @ b.double() + c.double()
+        assert (product - exact).abs().max() < 3 * (sequential(a, b) + c - exact).abs().max()
 
 
 @pytest.mark.parametrize("needed", SOME, ids=lambda s: "+".join(NAMES[i] for i in s))

@@ -135,6 +135,22 @@ def test_every_architecture_of_timm_goes_there_and_back_or_is_refused_for_what_i
     check_round_trip(theirs, from_timm, to_timm)
 
 
+def test_architectures_of_all_kinds_are_there():
+    least = {
+        "the blocks of EVA": 40,
+        "an attention pooling": 15,
+        "a HybridEmbed in front": 10,
+        "relative positions": 10,
+    }
+    least |= {"a distillation token with a head of its own": 4, "blocks that are a ParallelThingsBlock": 2}
+    for pattern, kind in OTHER_KINDS.items():
+        assert sum(bool(re.search(pattern, name)) for name in ARCHITECTURES) >= least.get(kind, 1), kind
+    plain = {name for name in ARCHITECTURES if not any(re.search(pattern, name) for pattern in OTHER_KINDS)}
+    assert {"vit_base_patch16_224", "deit_tiny_patch16_224", "deit3_small_patch16_224"} <= plain
+    assert {"vit_base_patch16_clip_224", "vit_small_patch14_dinov2", "vit_large_patch14_reg4_dinov2"} <= plain
+    assert "vit_base_patch16_gap_224" in plain
+
+
 @pytest.mark.parametrize("class_token", [False, True])
 @pytest.mark.parametrize("no_embed_class", [False, True])
 @pytest.mark.parametrize("reg_tokens", [0, 3])

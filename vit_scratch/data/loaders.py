@@ -103,7 +103,7 @@ def open_images(
         kept = np.setdiff1d(np.arange(len(source)), [i for i, _ in faults])
         return source.subset(kept), [fault for _, fault in faults]
     if isinstance(source.images, np.ndarray):
-        pixels = source.images.reshape(*source.images.shape[:3], -1)  # gray ones come without channels
+        pixels = source.images.reshape(*source.images.shape[:3], -1)  # grey ones come without channels
         if pixels.shape[1:] == (*form.image_size, CHANNELS[form.mode]):  # nothing to convert
             images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
             return HeldImages(images.clone(memory_format=torch.contiguous_format), torch.from_numpy(source.labels)), []

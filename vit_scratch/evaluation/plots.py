@@ -119,14 +119,14 @@ def plot_reliability(tables: dict[str, Reliability], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def plot_images(images: list[np.ndarray], captions: list[str], path: Path, columns: int = 6) -> None:
-    """Images with a caption each, in rows.
+def plot_images(images: list[np.ndarray], captions: list[str], path: Path) -> None:
+    """Images with a caption each, in rows of six.
 
     Args:
         images: bytes (height, width, C), C being 1, 3 or 4.
         captions: of one or two lines.
-        columns: images in a row.
     """
+    columns = 6
     rows = max(-(-len(images) // columns), 1)
     figure = Figure(figsize=(1.5 * columns, 1.95 * rows), layout="constrained")
     for axes in figure.subplots(rows, columns, squeeze=False).flat:
