@@ -13,6 +13,7 @@ from PIL import Image
 from sklearn.metrics import precision_recall_fscore_support
 
 from vit_scratch import cli
+from vit_scratch.evaluation import plots
 from vit_scratch.evaluation.calibration import negative_log_likelihood, reliability, scaled
 from vit_scratch.tasks.classifier import read_classifier
 
@@ -53,10 +54,17 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(runs):
-    """The folder of a report with everything in it."""
+    """The folder of a report with everything in it; captions.json beside it has the captions of attention.png."""
     folder = runs / "report"
+
+    def plot_seen(pixels, maps, titles, path):
+        (runs / "captions.json").write_text(json.dumps(titles))
+        plots.plot_seen(pixels, maps, titles, path)
+
     arguments = ["--report", folder, "--flips", "true", "--robustness", "true", "--seeds", f"[{runs / 'seed_1'}]"]
-    assert run("evaluate", runs / "seed_0", *arguments, "--json", runs / "result.json") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vit_scratch.tasks.report.plot_seen", plot_seen)
+        assert run("evaluate", runs / "seed_0", *arguments, "--json", runs / "result.json") == 0
     return folder
 
 
@@ -149,6 +157,11 @@ def test_figures_of_calibration_mistakes_and_flips_are_those_of_the_model(runs, 
         assert row["true"] == str(labels[number])
         assert row["predicted"] == str(logits[number].argmax())
         assert float(row["confidence"]) == pytest.approx(confidence[number], abs=1e-5)
+    captions = json.loads((runs / "captions.json").read_text())
+    first = sorted(np.unique(labels, return_index=True)[1][:6])  # one image of each of six classes
+    calibrated = scaled(logits[first], temperature)
+    assert [c[0] for c in captions] == [f"is {labels[i]}" for i in first]
+    assert [c[1] for c in captions] == [f"rollout:\n{p.argmax()} {100 * p.max():.0f} %" for p in calibrated]
 
 
 def test_seeds_are_averaged(runs, values):

@@ -12,7 +12,6 @@ from typing import Any
 
 import jinja2
 import numpy as np
-import torch
 import yaml
 from sklearn.metrics import precision_recall_fscore_support
 
@@ -80,7 +79,8 @@ def write_report(
         "images per second": f"{speed:,.0f}, in batches of {images.batch_size}, {device_name(images.device)}",
     }
     configuration = describe(source, model, about)
-    show_attention(folder, images, split, labels)
+    temperature = calibration["temperature"] or 1.0
+    show_attention(folder, images, split, logits, labels, temperature)
     curves = Path(source) / "metrics.jsonl"
     if curves.is_file():
         plot_curves([json.loads(line) for line in curves.read_text().splitlines()], folder / "curves.png")
@@ -94,7 +94,7 @@ def write_report(
         "classes": class_table(folder, result, classes),
         "calibration": calibration,
         "other_data": images.changed,
-        "mistakes": show_mistakes(folder, images, split, logits, labels, calibration.get("temperature") or 1.0),
+        "mistakes": show_mistakes(folder, images, split, logits, labels, temperature),
         "about": about,
         "configuration": configuration,
         "versions": versions(),
@@ -199,7 +199,9 @@ def show_mistakes(
     return len(wrong)
 
 
-def show_attention(folder: Path, images: EvaluationImages, split: str, labels: np.ndarray) -> None:
+def show_attention(
+    folder: Path, images: EvaluationImages, split: str, logits: np.ndarray, labels: np.ndarray, temperature: float
+) -> None:
     """Draw what the model looks at in the first image of each of some classes, into attention.png."""
     model, classes = images.classifier.model, images.classifier.classes
     _, first = np.unique(labels, return_index=True)
@@ -207,8 +209,7 @@ def show_attention(folder: Path, images: EvaluationImages, split: str, labels: n
     pixels = [images.pixels(split, int(i)) for i in chosen]
     inputs = images.classifier.normalised(pixels).to(images.device)
     flow, heads = attention_of(model, inputs)
-    with torch.inference_mode():
-        probabilities = model(inputs).softmax(dim=1).cpu().numpy()
+    probabilities = scaled(logits[chosen], temperature)
     titles = [
         [f"is {short(classes[labels[i]])}", f"rollout:\n{short(classes[p.argmax()])} {100 * p.max():.0f} %"]
         + [f"head {h + 1}" for h in range(min(heads.shape[1], EXAMPLES))]
