@@ -203,6 +203,11 @@ class Slices:
     def __len__(self) -> int:
         return self.length
 
+    def needed(self, updates: int) -> int:
+        """How many parts have so many batches, as the last part of each epoch is shorter."""
+        whole, rest = divmod(updates, len(self.loader))
+        return whole * self.parts + math.ceil(rest / self.length)
+
     def shapes(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Those of a whole epoch."""
         return self.loader.shapes()
@@ -268,7 +273,7 @@ def train_peer(peer: Peer, images: Images, budget: float, seed: int, out: Path, 
     states = TrainingStates(out / "states")
     state, _ = states.load()
     done = state["progress"]["update"] if state else 0
-    log = RunLog(out, epochs=math.ceil(updates / len(slices)), updates=updates, items="images", start=done)
+    log = RunLog(out, epochs=slices.needed(updates), updates=updates, items="images", start=done)
     schedule = partial(
         warmup_cosine, updates=updates, warmup=max(round(peer.warmup * updates), 1), peak=peer.lr, final=peer.min_lr
     )

@@ -48,6 +48,19 @@ def test_a_peer_is_trained_for_the_budget_once_and_stands_in_the_table(recipes, 
     assert row in again
 
 
+@pytest.mark.parametrize("length", [1, 3, 4, 8, 15])
+def test_parts_of_epochs_give_all_batches_in_order_and_know_how_many_of_them_a_training_takes(recipes, length):
+    class Loader(list):
+        def batches(self, epoch, start):
+            return iter([(epoch, batch) for batch in self[start:]])
+
+    parts = recipes.Slices(Loader(range(8)), length)
+    found = [(part, batch) for part in range(3 * 8) for batch in parts.batches(part, 0)]
+    assert [batch for _, batch in found][: 3 * 8] == [(epoch, batch) for epoch in range(3) for batch in range(8)]
+    for updates in range(1, 3 * 8 + 1):
+        assert parts.needed(updates) == found[updates - 1][0] + 1
+
+
 def test_an_unknown_recipe_is_refused_with_the_known_ones(recipes, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_:
         run(recipes, monkeypatch, "--budget", "0.03", "--recipes", "resnet", "--out", str(tmp_path))
