@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import functools
+import gc
 import inspect
 from pathlib import Path
 
@@ -13,6 +14,12 @@ torch.set_num_threads(1)
 
 # The command line finds the help of its options in their source, which Python would parse for every command anew.
 inspect.findsource = functools.cache(inspect.findsource)
+
+
+def pytest_collection_finish():
+    """Spares the collector of garbage what imports and collection made, through which it went again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
