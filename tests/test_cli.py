@@ -192,6 +192,7 @@ def test_a_run_leaves_everything_that_the_readme_names(trained: Path) -> None:
         *("evaluation/per_class.csv", "evaluation_ema/results.json"),
     }
     assert not [n for n in names if n.endswith(".part")]
+    assert len({(trained / n).stat().st_mode for n in names}) == 1  # who may read one may read all
 
 
 def test_a_finished_run_is_not_overwritten(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

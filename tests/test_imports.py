@@ -16,7 +16,7 @@ ALLOWED = {
     "evaluation": {"transformer"},
     "training": {"files"},
     "config": set(),
-    "tasks": {"config", "vision", "data", "evaluation", "training", "transformer"},
+    "tasks": {"config", "vision", "data", "evaluation", "training", "transformer", "files"},
     "cli": {"config", "tasks"},
     "__init__": {"transformer", "vision"},
 }

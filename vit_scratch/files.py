@@ -1,6 +1,8 @@
-"""Files that may come from strangers: what is refused before it is read."""
+"""Files: what is refused of those of strangers before they are read, and who may read ours."""
 
+import os
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -21,3 +23,14 @@ def check_archive(path: Path) -> None:
         raise ValueError(f"it is damaged ({error})") from error
     if damaged is not None:
         raise ValueError(f"it is damaged: the checksum of {damaged} is another")
+
+
+def let_others_read(path: Path) -> None:
+    """Give a file the permissions of any that is written here, as the process's umask has them.
+
+    safetensors 0.8 lets nobody but the owner read its files (its issue 782).
+    """
+    umask = os.umask(0o077)  # which can't be read without setting it
+    os.umask(umask)
+    with suppress(OSError):  # on drives that know no permissions
+        path.chmod(0o666 & ~umask)

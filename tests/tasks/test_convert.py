@@ -91,6 +91,8 @@ def test_every_form_becomes_every_other_with_equal_logits_and_what_it_knows(
         f"{source}: {sum(p.numel() for p in model.parameters()):,} parameters, images of 16 x 16, 3 classes" in printed
     )
     torch.testing.assert_close(logits(load(target, second), images), logits(model, images), atol=1e-5, rtol=1e-5)
+    (tmp_path / "ordinary").write_text("")
+    assert len({path.stat().st_mode for path in tmp_path.rglob("*") if path.is_file()}) == 1  # all may read all
 
     knows = first != "torchvision"
     if second == "vit_scratch":

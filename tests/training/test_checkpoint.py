@@ -368,6 +368,19 @@ def test_a_file_is_replaced_only_when_it_is_complete(tmp_path):
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
+@pytest.mark.parametrize(("umask", "permissions"), [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
+def test_who_may_read_weights_and_states_is_what_the_umask_says(tmp_path, umask, permissions):
+    before = os.umask(umask)
+    try:
+        for _ in range(2):  # the second replaces the first
+            save_weights(tmp_path / "w.safetensors", {"a": BIG}, {"number": 1})
+        TrainingStates(tmp_path).save(1, state(1))
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {permissions}
+
+
 def state(update):
     return {
         "progress": {"update": update, "best": 0.5, "loss": float("nan")},

@@ -265,6 +265,7 @@ def test_a_sharded_model_trains_as_a_whole_one_and_goes_on_with_another_number_o
     held = [sum(t.numel() for t in load_file(file).values()) for file in files]
     weights = sum(p.numel() for p in network().parameters())
     assert len(files) == 3
+    assert len({path.stat().st_mode for path in [*files, *part.glob("states/*.pt")]}) == 1
     assert 3 * weights <= sum(held) <= 3.2 * weights  # weights, two moments, and statistics of batch norms
     assert max(held) < 0.5 * sum(held)
     results = together(2, part, training, part, None, 2, True, True)

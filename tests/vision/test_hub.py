@@ -58,6 +58,7 @@ def test_a_model_comes_back_with_its_weights_and_all_that_is_known(tmp_path, cls
     loaded.save_pretrained(tmp_path / "again" / "saved")
     for name in ("config.json", "README.md", "model.safetensors"):
         assert (tmp_path / "again" / "saved" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
+    assert len({path.stat().st_mode for path in (tmp_path / "saved").iterdir()}) == 1  # who may read one may read all
 
 
 def test_changed_heads_and_sizes_are_saved_as_they_are(tmp_path):

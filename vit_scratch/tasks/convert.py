@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from vit_scratch.config import ClassificationConfig, ConvertConfig, DataConfig, to_dict
+from vit_scratch.files import let_others_read
 from vit_scratch.tasks.classifier import Classifier, load_classifier, read_classifier
 from vit_scratch.training.checkpoint import replacing, save_weights
 from vit_scratch.training.provenance import versions
@@ -64,6 +65,8 @@ def convert(config: ConvertConfig, source: str, destination: Path) -> None:
         round_to_half(classifier)
     with torch.random.fork_rng():
         written, hint = WRITERS[config.to](classifier, destination)
+    for file in destination.glob("*.safetensors"):  # of timm and transformers
+        let_others_read(file)
     report_difference("written", largest_difference(classifier.model, written))
     print(f"wrote {destination}; load it with\n  {hint}")
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vit_scratch.files import check_archive
+from vit_scratch.files import check_archive, let_others_read
 
 FORMAT = 2
 """Version of what the description of weights holds; 1 had no checksum."""
@@ -47,6 +47,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
+        let_others_read(temporary)
         os.replace(temporary, path)
     except BaseException as error:
         with suppress(OSError):

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from vit_scratch.files import let_others_read
 from vit_scratch.vision.matching import weight_differences
 from vit_scratch.vision.patch_embedding import as_pair
 
@@ -95,6 +96,7 @@ class Hub(PyTorchModelHubMixin, library_name="vit_scratch", tags=["image-classif
     def _save_pretrained(self, save_directory: Path) -> None:
         """Weights and configuration; the card is written by the caller."""
         super()._save_pretrained(save_directory)
+        let_others_read(save_directory / "model.safetensors")
         self.saved_as = save_directory.name
         text = json.dumps({"arguments": self.arguments} | self.metadata, indent=1, ensure_ascii=False)
         (save_directory / "config.json").write_text(text + "\n", encoding="utf-8")
