@@ -61,19 +61,22 @@ def test_a_folder_of_all_kinds_with_three_broken_files(folder, capsys):
         assert probabilities == sorted(probabilities, reverse=True)
 
 
-def test_probabilities_are_those_of_the_model(folder, capsys):
+@pytest.mark.parametrize(
+    ("name", "choice"), [("cifar10-tiny", []), ("cifar10-plain", ["--checkpoint", "cifar10-plain"])]
+)
+def test_probabilities_are_those_of_the_model(folder, capsys, name, choice):
     path = folder / "00_RGB.png"
-    model = VisionTransformer.from_pretrained("cifar10-tiny")
+    model = VisionTransformer.from_pretrained(name)
     look = model.metadata["preprocessing"]
     image = fit(convert_mode(Image.open(path), "RGB"), (32, 32), look["interpolation"])
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
     mean, std = (torch.tensor(look[name]).view(3, 1, 1) for name in ("mean", "std"))
     logits = model((pixels - mean) / std) / model.metadata.get("temperature", 1.0)
     expected = dict(zip(CLASSES, logits.softmax(1)[0].tolist(), strict=True))
-    assert run(path, "--json", "--top", 20) == 0
+    assert run(path, "--json", "--top", 20, *choice) == 0
     entry = json.loads(capsys.readouterr().out)
     assert {p["class"]: p["probability"] for p in entry["predictions"]} == pytest.approx(expected, abs=1e-5)
-    assert run(path, "--top", 2) == 0
+    assert run(path, "--top", 2, *choice) == 0
     first = max(expected, key=expected.get)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == str(path)
