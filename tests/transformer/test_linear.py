@@ -15,13 +15,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit_scratch.transformer.decoder import Decoder
 from vit_scratch.transformer.encoder import Encoder
-from vit_scratch.transformer.linear import ONEDNN, Linear, linear, matrices
+from vit_scratch.transformer.linear import Linear, linear, matrices, onednn_is_faster
 from vit_scratch.transformer.transformer import Transformer
 
 IN, OUT = 6, 7
 ROWS = [(5,), (1,), (3, 4), (1, 1), (2, 3, 4)]
 ONEDNN_NAME = "mkldnn::_linear_pointwise"
-needs_onednn = pytest.mark.skipif(not ONEDNN, reason="PyTorch without oneDNN")
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def _whatever_the_processor(monkeypatch):
+    """oneDNN's products are tested where they are not the faster ones, too."""
+    monkeypatch.setattr("vit_scratch.transformer.linear.ONEDNN", torch.backends.mkldnn.is_available())
 
 
 def random(*shape, seed=0):
@@ -305,6 +311,22 @@ def test_onednn_computes_float32_on_the_cpu_and_the_gradient_of_its_input(rows):
     assert by_onednn(lambda: output.sum().backward())
     output = linear(x.detach(), weight, bias)
     assert not by_onednn(lambda: output.sum().backward())
+
+
+@needs_onednn
+@pytest.mark.parametrize(("capability", "faster"), [("AVX512", True), ("AVX2", False), ("DEFAULT", False)])
+def test_onednn_is_for_processors_with_avx512(capability, faster, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert onednn_is_faster() == faster
+
+
+def test_elsewhere_it_is_torchs_product_bit_by_bit(monkeypatch):
+    monkeypatch.setattr("vit_scratch.transformer.linear.ONEDNN", False)
+    tensors = all_trained(inputs())
+    assert not by_onednn(lambda: linear(*tensors).sum().backward())
+    (output, found), (expected, wanted) = (gradients(f, tensors) for f in (linear, F.linear))
+    assert torch.equal(output, expected)
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -1,7 +1,8 @@
 """Linear maps, with the fastest matrix products that PyTorch has for the device.
 
-On a CPU, PyTorch's `linear` takes the products of MKL. Those of oneDNN, which PyTorch brings too, take about two thirds
-of their time for the shapes of a small Transformer (LOG.md), in the same float32 arithmetic.
+On a CPU, PyTorch's `linear` takes the products of MKL. Those of oneDNN, which PyTorch brings too, are in the same
+float32 arithmetic. For the shapes of a small Transformer they take about two thirds of the time where the processor has
+AVX-512, and 1.1 times as long where it has not (LOG.md).
 """
 
 import math
@@ -11,9 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-ONEDNN = torch.backends.mkldnn.is_available()
 
-if ONEDNN:
+def onednn_is_faster() -> bool:
+    """Whether PyTorch brings oneDNN and runs on a processor where its products are the faster ones."""
+    return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+ONEDNN = onednn_is_faster()
+
+if torch.backends.mkldnn.is_available():
 
     @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
     def _operations(x: torch.Size, weight: torch.Size, *args, **kwargs) -> int:
