@@ -1,6 +1,6 @@
 """How much of a training's time is spent outside the model and its optimizer: on data, augmentation, logging, saving.
 
-    python benchmarks/overhead.py --config configs/cifar10_cpu.yaml --data.kind imagefolder \\
+    python benchmarks/overhead.py --config configs/cifar10_0.03pf.yaml --data.kind imagefolder \\
         --data.root data/cifar10-jpeg --train.budget_pflop 0.002 --train.warmup_epochs 0
 
 takes the options of train.py, trains in a folder that it throws away, and prints the share of each part. Inside are the

@@ -404,7 +404,7 @@ def main() -> None:
             if recipe in PEERS:
                 if images is None:
                     config = ["--data.kind", values.kind, "--data.root", values.root]
-                    images = Images.open(read_config(CONFIGS / "cifar10_cpu.yaml", config))
+                    images = Images.open(read_config(CONFIGS / "cifar10_0.03pf.yaml", config))
                 peer = PEERS[recipe]
                 peer.lr = values.lr or peer.lr
                 result = train_peer(peer, images, values.budget, seed, values.out / name, device)
