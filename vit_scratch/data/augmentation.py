@@ -132,7 +132,7 @@ class BatchTransform:
         self.mix = v2.RandomChoice(mixes) if mixes else None
 
     def __call__(
-        self, images: Tensor, labels: Tensor, seed: int = 0, places: Tensor | None = None, total: int = 0
+        self, images: Tensor, labels: Tensor, seed: int = 0, places: Tensor | None = None, total: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Augment a batch, or those images of a larger one that are here.
 
@@ -142,22 +142,22 @@ class BatchTransform:
             seed: of the batch.
             places: where each of them stands in the larger batch, (B,), ascending; with MixUp or CutMix each is mixed
                 with the one in front of it, the first with the last.
-            total: images of the larger batch.
+            total: images of the larger batch; without it these are all.
 
         Returns:
             Floats of the same shape, and labels (B,) or (B, classes).
         """
-        if places is None:
-            places, total = torch.arange(len(images)), len(images)
+        total = len(images) if total is None else total
         with seeded(seed):
             if self.policy is not None:
+                places = torch.arange(total) if places is None else places
                 group_seeds = torch.randint(2**31, (-(-total // SHARING),)).tolist()
                 groups, sizes = (places // SHARING).unique_consecutive(return_counts=True)
                 parts = zip(groups.tolist(), images.split(sizes.tolist()), strict=True)
                 images = torch.cat([images[:0], *(self.operate(group_seeds[g], part) for g, part in parts)])
             if self.shift or self.flip:
                 images = shift_and_flip(images, self.shift, self.flip, self.padding, places, total)
-            x = (images - self.mean.to(images.device)).div_(self.std.to(images.device))
+            x = images.float().sub_(self.mean.to(images.device)).div_(self.std.to(images.device))
             if self.erase:
                 x = erase(x, self.erase, places, total)
             if self.mix is not None:
@@ -188,23 +188,26 @@ def shift_and_flip(
         places, total: as `BatchTransform.__call__`; by default all of a batch.
     """
     batch, channels, height, width = images.shape
-    total, own = batch if total is None else total, slice(None) if places is None else places
-    down, right = torch.randint(2 * shift + 1, (2, total))[:, own]
-    rows, columns = _sources(height, shift, padding)[down], _sources(width, shift, padding)[right]  # (B, side)
+    total = batch if total is None else total
+    draws = torch.randint(2 * shift + 1, (2, total))
     if flip:
-        columns = torch.where(torch.rand(total, 1)[own] < 0.5, columns.flip(1), columns)
+        draws[1] += (torch.rand(total) < 0.5) * (2 * shift + 1)
+    down, right = draws if places is None else draws[:, places]
     if padding == "zero":
         images = F.pad(images, (0, 1, 0, 1))  # black, for what comes from outside
-    index = rows[:, :, None] * images.shape[3] + columns[:, None, :]  # (B, height, width)
+    rows = _sources(height, shift, padding).index_select(0, down)  # (B, height)
+    columns = _sources(width, shift, padding).index_select(0, right)  # (B, width)
+    index = torch.add(columns[:, None, :], rows[:, :, None], alpha=images.shape[3])  # (B, height, width)
     flat = index.to(images.device, non_blocking=True).flatten(1)[:, None].expand(-1, channels, -1)
     return images.flatten(2).gather(2, flat).view(batch, channels, height, width)
 
 
 @lru_cache
 def _sources(length: int, shift: int, padding: str) -> Tensor:
-    """Which pixels of a side a moved image shows: (2 * shift + 1, length), from a move by -shift to one by shift.
+    """Which pixels of a side a moved image shows: (2 * (2 * shift + 1), length), from a move by -shift to one by shift,
+    and the same mirrored.
 
-    Those from outside are mirrored at the first and the last, as often as it takes, or `length` if padding is "zero".
+    Those from outside are reflected at the first and the last, as often as it takes, or `length` if padding is "zero".
     """
     places = torch.arange(-shift, length + shift)
     if padding == "zero":
@@ -212,7 +215,8 @@ def _sources(length: int, shift: int, padding: str) -> Tensor:
     else:
         last = max(length - 1, 1)
         places = (last - (last - places.abs() % (2 * last)).abs()).clamp(max=length - 1)
-    return places.unfold(0, length, 1).contiguous()
+    moved = places.unfold(0, length, 1)
+    return torch.cat([moved, moved.flip(1)])
 
 
 def erase(images: Tensor, probability: float, places: Tensor | None = None, total: int | None = None) -> Tensor:

@@ -266,7 +266,7 @@ class MemoryLoader(Loader):
             if self.sample_transform is not None:
                 pairs = zip(images, sample_seeds.tolist(), strict=True)
                 images = torch.stack([transform_sample(self.sample_transform, i, s) for i, s in pairs])
-            yield images, self.labels[index]
+            yield images, self.labels.index_select(0, index)
 
 
 class StreamLoader(Loader):
